@@ -23,14 +23,6 @@ from manyhosts.records.whole_file import read_json, write_json_whole
 NAME, ARRAYS = "analysis.json", "analysis.npz"
 
 
-class Failed(Exception):
-    """The workers ended with an error, which they have said."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"exit code {code}")
-        self.code = code
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """What is to be looked at."""
@@ -51,7 +43,7 @@ def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str]
     `command`: what starts manyhosts.
 
     Raises:
-        Failed: the workers have said why.
+        subprocess.CalledProcessError: the workers ended with an error, which they have said.
         LaunchError: scikit-learn is not installed.
     """
     extras.load("sklearn", what="scikit-learn, which does the statistics,", package="scikit-learn")
@@ -60,13 +52,12 @@ def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str]
         file = Path(scratch, "request.json")
         file.write_text(json.dumps(asked))
         words = ["run", "--workers", str(workers), "--no-prefix", "--run-dir", str(Path(scratch, "run"))]
-        code = subprocess.call(
+        subprocess.run(
             [*command, *words, "-m", "manyhosts.analysis.in_worker", str(file)],
             cwd=_folder(run_dir),
             stdout=subprocess.DEVNULL,
+            check=True,
         )
-    if code:
-        raise Failed(code)
     return read_json(to / NAME)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -60,8 +61,8 @@ def analyse(runs: tuple[str, ...], as_json: bool, trace: bool, workers: int, **a
                 names = (runs[0], runs[1])
                 reported = analysing.compare(folder, Path(scratch), folder, resamples=request.resamples, names=names)
                 found = {**found, "comparison": reported}
-    except analysing.Failed as failed:
-        return failed.code
+    except subprocess.CalledProcessError as failed:
+        return failed.returncode
     if as_json:
         print(json.dumps(found, indent=1))
     else:

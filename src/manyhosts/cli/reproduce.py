@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -53,7 +54,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
         found = again(root, _MANYHOSTS, quiet=as_json)
         _tell([each for each in found.differences if each not in before], say)
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps({**asdict(found), "is_equal": found.is_equal}))
     elif found.code == 0:
         print(_verdict(found.is_equal, found.then, found.now, bool(found.differences)))
         print(found.again)

@@ -10,9 +10,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
@@ -44,10 +43,6 @@ class Reproduction:
     def is_equal(self) -> bool:
         """Whether both ended with the same weights, bit for bit."""
         return bool(self.now) and self.then == self.now
-
-    def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {**asdict(self), "is_equal": self.is_equal}
 
 
 class Again:
@@ -101,17 +96,17 @@ class Again:
 
     def notes(self) -> list[str]:
         """What is to be known before."""
-        said = []
-        if self.found.changed_on_resume:
-            changed = " and ".join(self.found.changed_on_resume)
-            said.append(f"the run was resumed after its {changed} had changed: here all of it is as at its beginning")
-        if len(self.record.hosts) > 1 and not self._options:
-            said.append(
-                f"the run had {len(self.record.hosts)} hosts, and all {self.record.workers} workers are here now"
-            )
-        if self.found.data_left_out:
-            said.append(f"{self.found.data_left_out:,} files were read beyond those that the record lists")
-        return said
+        changed, left, hosts = self.found.changed_on_resume, self.found.data_left_out, len(self.record.hosts)
+        resumed = f"the run was resumed after its {' and '.join(changed)} had changed: here all is as at its beginning"
+        known = (
+            (bool(changed), resumed),
+            (
+                hosts > 1 and not self._options,
+                f"the run had {hosts} hosts, and all {self.record.workers} workers are here now",
+            ),
+            (left > 0, f"{left:,} files were read beyond those that the record lists"),
+        )
+        return [text for is_so, text in known if is_so]
 
     def differences_before(self, root: Path) -> list[Difference]:
         """What is not as it was, as far as files tell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -58,43 +59,37 @@ class Budget:
             if kind in limits:
                 raise ConfigError(f"the budget {text!r} limits one thing twice", where="--budget", fix=_EXAMPLES)
             limits[kind] = amount
-        if not limits:
-            raise ConfigError("nothing says when the search ends", where="--budget", fix=_EXAMPLES)
-        if any(amount <= 0 for amount in limits.values()):
-            raise ConfigError("a budget of nothing", where="--budget", fix=_EXAMPLES)
-        if "money" in limits and not priced:
-            fix = "say what a worker costs: --price 0.53/worker-hour, or --price CATALOG:NAME"
-            raise ConfigError("the budget is in money, and no price is given", where="--budget", fix=fix)
+        price = "say what a worker costs: --price 0.53/worker-hour, or --price CATALOG:NAME"
+        for is_wrong, what, fix in (
+            (not limits, "nothing says when the search ends", _EXAMPLES),
+            (any(amount <= 0 for amount in limits.values()), "a budget of nothing", _EXAMPLES),
+            ("money" in limits and not priced, "the budget is in money, and no price is given", price),
+        ):
+            if is_wrong:
+                raise ConfigError(what, where="--budget", fix=fix)
         said = [*([text] if text else []), *([] if trials is None else [f"{trials} trials"])]
         return cls(text=" or ".join(said), **limits)
 
     def share(self, spent: Spent, trials: int) -> float:
         """How much of it is gone, of the limit that is nearest: 1 is all."""
-        shares = [0.0]
-        for limit, amount in (
+        limits = (
             (self.seconds, spent.seconds),
             (self.worker_seconds, spent.worker_seconds),
             (self.money, spent.money or 0.0),
             (self.trials, trials),
-        ):
-            if limit is not None:
-                shares.append(amount / limit)
-        return max(shares)
+        )
+        return max([amount / limit for limit, amount in limits if limit is not None], default=0.0)
 
     def seconds_left(self, spent: Spent, workers: int, price_s: float) -> float:
         """How long `workers` may train on at once. `price_s`: what one costs in a second."""
-        left = [float("inf")]
-        if self.seconds is not None:
-            left.append(self.seconds - spent.seconds)
-        if self.worker_seconds is not None:
-            left.append((self.worker_seconds - spent.worker_seconds) / max(1, workers))
-        if self.money is not None and price_s > 0:
-            left.append((self.money - (spent.money or 0.0)) / (price_s * max(1, workers)))
-        return min(left)
-
-    def to_json(self) -> dict[str, Any]:
-        """As `tune.json` holds it."""
-        return asdict(self)
+        at_once = max(1, workers)
+        limits = (
+            (self.seconds, spent.seconds, 1.0),
+            (self.worker_seconds, spent.worker_seconds, at_once),
+            (self.money, spent.money or 0.0, price_s * at_once),
+        )
+        left = [(limit - gone) / rate for limit, gone, rate in limits if limit is not None and rate > 0]
+        return min(left, default=math.inf)
 
 
 def _limit(part: str) -> tuple[str, float]:

@@ -208,7 +208,7 @@ class KeptTrials:
             if mine != str(self.folder):
                 continue
             if each.state.name == "RUNNING":
-                while _is_held(self.folder / RUNS / str(each.user_attrs.get("run", each.number))):
+                while run_lock.goes_on(self.folder / RUNS / str(each.user_attrs.get("run", each.number))):
                     signals.check()
                     time.sleep(LOOK_S)
                 self.leave(each)
@@ -240,15 +240,6 @@ class KeptTrials:
         self.study.set_user_attr("left", [*self.attribute("left", []), trial.number])
 
 
-def _is_held(path: Path) -> bool:
-    """Whether a run continues in it."""
-    try:
-        run_lock.see_that_free(path)
-    except ConfigError:
-        return True
-    return False
-
-
 @dataclass(slots=True)
 class UnderWay:
     """A trial whose run is in progress."""
@@ -272,9 +263,8 @@ class UnderWay:
 
     def seconds(self, *, waits: bool) -> float:
         """What it has cost so far, this time."""
-        if waits:
-            return 0.0 if self.begun is None else time.monotonic() - self.begun
-        return self.run.seconds
+        now = time.monotonic()
+        return now - (self.begun or now) if waits else self.run.seconds
 
     def was_stopped(self) -> bool:
         """Whether a signal ended it, rather than a fault of its own: the run itself says so."""

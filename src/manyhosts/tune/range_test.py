@@ -7,7 +7,7 @@ is least the rate is already too high to begin with: a tenth of that is the firs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manyhosts.control import variables
@@ -58,12 +58,6 @@ def ranges(losses: Sequence[float]) -> tuple[float, float, float] | None:
     return high / _BELOW, high / _GUESS, high
 
 
-def of_steps(lines: Sequence[Mapping[str, object]]) -> tuple[float, float, float] | None:
-    """The same of the lines of `metrics.jsonl`."""
-    losses = [line["loss"] for line in lines if line.get("event") == "step"]
-    return ranges([loss if isinstance(loss, int | float) else math.nan for loss in losses])
-
-
 def with_rates(
     kept: KeptTrials, run: Callable[[Place, Sequence[str]], Trial], say: Callable[[str], None]
 ) -> tuple[Parameter, ...]:
@@ -98,13 +92,14 @@ def _tested(
     more = ["--env", f"{variables.FIRST}={INSIDE}", "--run-dir", str(place.run.path)]
     done = run(place, asked.command(asked.slots[0], {}, more))
     lines = metrics.read(place.run.metrics) if place.run.metrics.exists() else []
-    if not any(line["event"] == "step" for line in lines):
+    losses = [line["loss"] for line in lines if line["event"] == "step"]
+    if not losses:
         raise ScriptError(
             f"the learning-rate range test has made no step: {done.reason()}",
             where=str(place.log),
             fix="give the range yourself: --search lr=log:1e-5:1, or search other settings",
         )
-    found = of_steps(lines)
+    found = ranges([loss if isinstance(loss, int | float) else math.nan for loss in losses])
     if found is None:
         low, high = _FALLBACK
         say(f"its losses do not say which rates are good: {low:g} to {high:g} are tried")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,17 +82,15 @@ class Parameter:
             low, high, *more = map(float, numbers.split(":"))
         except ValueError as cause:
             raise ConfigError(f"cannot read {text!r}", where="--search", fix=_FORMS) from cause
-        wrong = ""
-        if not (math.isfinite(low) and math.isfinite(high)) or len(more) > 1:
-            wrong = "its range is not two numbers"
-        elif low >= high:
-            wrong = f"{low:g} is not below {high:g}"
-        elif "log" in kind and low <= 0:
-            wrong = f"{low:g} has no logarithm"
-        elif (more and more[0] < 1) or (kind.startswith("int") and not all(map(float.is_integer, (low, high, *more)))):
-            wrong = "it needs whole numbers"
-        if wrong:
-            raise ConfigError(f"cannot search {text}: {wrong}", where="--search", fix=_FORMS)
+        is_whole = not kind.startswith("int") or all(map(float.is_integer, (low, high, *more)))
+        for is_wrong, why in (
+            (not (math.isfinite(low) and math.isfinite(high)) or len(more) > 1, "its range is not two numbers"),
+            (low >= high, f"{low:g} is not below {high:g}"),
+            ("log" in kind and low <= 0, f"{low:g} has no logarithm"),
+            (not is_whole or (more and more[0] < 1), "it needs whole numbers"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"cannot search {text}: {why}", where="--search", fix=_FORMS)
         return cls(name=name, kind=kind, low=low, high=high, step=more[0] if more else None)
 
     def shown(self, value: Value) -> str:
@@ -159,10 +157,15 @@ def parse(words: Sequence[str]) -> tuple[Parameter, ...]:
 
 def suggest(trial: Any, parameters: Sequence[Parameter]) -> dict[str, Value]:
     """What `trial` is to be run with."""
+    return _chosen(parameters, lambda each: each.suggest(trial))
+
+
+def _chosen(parameters: Sequence[Parameter], value: Callable[[Parameter], Value]) -> dict[str, Value]:
+    """The value of each that has one, where those that it depends on have theirs."""
     chosen: dict[str, Value] = {}
     for each in parameters:
         if each.condition is None or chosen.get(each.condition[0]) == each.condition[1]:
-            chosen[each.name] = each.suggest(trial)
+            chosen[each.name] = value(each)
     return chosen
 
 
@@ -174,10 +177,8 @@ def grid(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:
     """
     found: list[dict[str, Value]] = []
     for values in itertools.product(*(each.grid() for each in parameters)):
-        chosen: dict[str, Value] = {}
-        for each, value in zip(parameters, values, strict=True):
-            if each.condition is None or chosen.get(each.condition[0]) == each.condition[1]:
-                chosen[each.name] = value
+        of = dict(zip([each.name for each in parameters], values, strict=True))
+        chosen = _chosen(parameters, lambda each, of=of: of[each.name])  # type: ignore[misc]
         if chosen not in found:
             found.append(chosen)
     return found

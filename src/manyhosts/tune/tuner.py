@@ -12,7 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,6 @@ class Tuner:
         self.alarm = Alarm(asked.warn, folder / "tune.log", say)
         self.under_way: list[UnderWay] = []
         self.beats = Heartbeats()
-        self.number_of_beat = 0
         self.reason = ""
         """Why no more trials are begun."""
         self._sessions = float(self.kept.attribute("seconds", {}).get(str(folder), 0.0))
@@ -142,15 +141,8 @@ class Tuner:
 
     def spent(self) -> Spent:
         """Up to this moment, by all who share the storage."""
-        waits = self.asked.waits_in_queue
-        seconds = self._others_s + sum(each.seconds(waits=waits) for each in self.under_way)
-        workers = seconds * self.asked.workers
-        price = self.asked.price_s
-        return Spent(
-            seconds=self._sessions + time.monotonic() - self._began,
-            worker_seconds=workers,
-            money=None if price is None else workers * price,
-        )
+        seconds = self._others_s + sum(each.seconds(waits=self.asked.waits_in_queue) for each in self.under_way)
+        return self._plus(Spent(seconds=self._sessions + time.monotonic() - self._began), seconds)
 
     def _plus(self, spent: Spent, seconds: float) -> Spent:
         """With `seconds` more of trials."""
@@ -174,12 +166,10 @@ class Tuner:
 
     def _may_begin(self) -> bool:
         """Whether one more trial is to be begun now; `reason` says why not."""
-        waiting = any(each.state.name == "WAITING" for each in self.kept.all())
-        limit = self.asked.budget.trials
-        if limit is not None and len(self.kept.begun()) >= limit:
-            self.reason = f"{limit} trials are done"
+        if len(self.kept.begun()) >= (self.asked.budget.trials or math.inf):
+            self.reason = f"{self.asked.budget.trials} trials are done"
             return False
-        if self.asked.sampler == "grid" and not waiting:
+        if self.asked.sampler == "grid" and all(each.state.name != "WAITING" for each in self.kept.all()):
             self.reason = "every combination is tried"
             return False
         needs = self.estimate()
@@ -345,9 +335,8 @@ class Tuner:
     def _beat(self) -> None:
         """Show that this search lives, keep what was spent, and look whether others that share the storage died."""
         self._beaten = time.monotonic()
-        self.number_of_beat += 1
         for each in self.under_way:
-            each.trial.set_user_attr("heartbeat", f"{os.getpid()} {self.number_of_beat}")
+            each.trial.set_user_attr("heartbeat", f"{os.getpid()} {self._beaten}")
             each.trial.set_user_attr("seconds", each.seconds(waits=self.asked.waits_in_queue))
         self._keep_time()
         own = {each.trial.number for each in self.under_way}
@@ -389,7 +378,7 @@ class Tuner:
                 "command": shlex.join(["manyhosts", *self.asked.command(self.asked.slots[0], best.params)]),
             },
             "spent": {key: getattr(self.spent(), key) for key in ("seconds", "worker_seconds", "money")},
-            "budget": self.asked.budget.to_json(),
+            "budget": asdict(self.asked.budget),
         }
 
     def _line(self) -> str:

@@ -69,3 +69,30 @@ def test_another_metric_in_the_same_storage_is_refused(tmp_path: Path) -> None:
     found.study.set_user_attr("asked", {**found.asked.in_common(), "metric": "accuracy"})
     with pytest.raises(ConfigError, match="begun with another metric"):
         kept(tmp_path)
+
+
+def test_trial_of_a_search_that_shows_no_sign_of_life_is_run_again_by_one_that_shares_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two searches in one journal: what the first has begun and beats no more, the second takes."""
+    first, second = (kept(tmp_path, where=f"journal:{tmp_path / 'J'}") for _ in range(2))
+    beats = kept_trials.Heartbeats()
+    left, alive = first.study.ask(), first.study.ask()
+    for number, trial in enumerate((left, alive)):
+        search.suggest(trial, first.asked.parameters)
+        trial.set_user_attr("heartbeat", f"1 {number}")
+
+    def dead() -> list[int]:
+        return [each.number for each in second.begun() if each.state.name == "RUNNING" and beats.is_dead(each)]
+
+    assert dead() == [], "seen for the first time"
+    monkeypatch.setattr(kept_trials, "_SILENT_S", 0.0)
+    alive.set_user_attr("heartbeat", "1 2")
+    assert dead() == [left.number]
+    chosen = second.all()[left.number].params
+    second.leave(second.all()[left.number])
+    assert [each.number for each in second.begun()] == [alive.number], "its place is taken by the one that waits"
+    again = second.study.ask()
+    search.suggest(again, second.asked.parameters)
+    assert again.params == chosen
+    assert again.user_attrs["run"] == str(left.number), "its run is resumed"

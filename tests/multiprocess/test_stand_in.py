@@ -46,7 +46,7 @@ FP16 = {"precision": "fp16", **WAYS["int8 gradients"]}
 
 
 class Quiet:
-    """Forbids the host to wait for the device, from the end of step 3 to that of step 9."""
+    """Forbids the host to wait for the device, from the end of step 3 to that of step 9: a look in step 10 waits."""
 
     def __init__(self) -> None:
         self.forbidden = streams.no_synchronisation()
@@ -55,7 +55,7 @@ class Quiet:
         """Told of every step, two steps after it was done."""
         if isinstance(event, mh.events.StepDone) and event.step == 3:
             self.forbidden.__enter__()
-        if isinstance(event, mh.events.StepDone) and event.step == 9:
+        if isinstance(event, mh.events.StepDone) and event.step == 7:
             self.forbidden.__exit__(None, None, None)
 
 

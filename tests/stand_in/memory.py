@@ -45,6 +45,10 @@ class Storage:
 
     size = nbytes
 
+    @property
+    def _cdata(self) -> int:
+        return self.of_host._cdata
+
     def data_ptr(self) -> int:
         return self.of_host.data_ptr()
 

@@ -38,6 +38,9 @@ class Session:
         """How many of our messages may leave this process."""
         self.heard = 0
         """How many messages of the other side have come."""
+        self._follows = False
+        """Whether a message has come over this connection. Before the first one a process may be another: what it had
+        answered for needs not have been written down, where nothing followed from it."""
         self._will_answer = False
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
@@ -72,7 +75,7 @@ class Session:
         """Continue over `channel`. `heard` is how many of our messages the other side has."""
         if self.channel is not None:
             self.channel.close()
-        self.channel, channel.on_message = channel, self._take
+        self.channel, channel.on_message, self._follows = channel, self._take, False
         self._forget(heard)
         for number, words in self._kept:
             if number <= self._released:
@@ -130,9 +133,10 @@ class Session:
         if isinstance(number, int):
             if number <= self.heard:
                 return  # it came on an earlier connection
-            if number > self.heard + 1 and self.channel is not None:
+            if number > self.heard + 1 and self._follows and self.channel is not None:
                 self.channel.hang_up()  # one between is missing: over the next connection it is sent again
                 return
+            self._follows = True
             self.heard = number
             if not self._will_answer:
                 self._will_answer = True

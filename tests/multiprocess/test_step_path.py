@@ -25,6 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "local-sgd": {"strategy": "local-sgd"},
     "diloco": {"strategy": "diloco"},
+    "tensor": {"strategy": "tensor"},
 }
 
 
@@ -51,7 +52,7 @@ class Remembers(nn.Linear):
 def last_path(run_dir: Path, **options: Any) -> list[Frame]:
     """The one of the last forward pass of a run of four steps; the first step is looked at before it is taken."""
     first = Remembers()
-    model = nn.Sequential(first, nn.Linear(1, 1))  # one module alone cannot be cut
+    model = nn.Sequential(first, nn.Linear(1, 4), nn.Linear(4, 1))  # one module alone cannot be cut
     data = torch.utils.data.TensorDataset(torch.ones(16, 4), torch.ones(16, 1))
     mh.Trainer(
         model=model,

@@ -5,7 +5,7 @@
 Two models train in one process, with pieces of half a batch, so that looks come again: with looks as they are by
 default, and by turns with `weight="samples"`, where nothing is looked at. One process of one thread for each run. Times
 are what that thread computed, as other programs may want the cores. A look is timed where it is called; the share is
-that of the first look, those before steps 10 and 100, and one before each 500th, next to 600 s of the steps that were
+that of the first look, those before steps 10 and 100, and one before each 800th, next to 600 s of the steps that were
 measured. The answer is written to guards.md beside this file.
 """
 
@@ -26,7 +26,7 @@ from machine import describe
 
 REPORT = Path(__file__).with_suffix(".md")
 STEPS = {"perceptron": 105, "convolutions": 105}
-RUN_S, EVERY = 600, 500
+RUN_S, EVERY = 600, 800
 
 
 def made(name: str) -> tuple[Any, Any, int]:
@@ -162,8 +162,8 @@ def page(lines: list[str], largest: float, rounds: int) -> str:
     return (
         "# What the looks at the loss cost\n\n"
         "Written by `python benchmarks/guards.py`; its first lines say what is compared, and how.\n\n"
-        f"{describe(Path(sys.executable), ['torch', 'manyhosts'])} Other programs ran on these cores meanwhile, so "
-        "times are those that the thread computed, without waits; caches were shared, and both ways took turns.\n"
+        f"{describe(Path(sys.executable), ['torch', 'manyhosts'])} Times are those that the thread "
+        "computed, without waits; both ways took turns.\n"
         f"{rounds} rounds; median (lowest to highest).\n\n"
         f"The looks take at most {largest:.2f} % of a run of 10 minutes.\n\n"
         "| model | step without looks, ms | first look, ms | a later look, ms | later looks in 10 min "

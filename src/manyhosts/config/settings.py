@@ -64,7 +64,7 @@ class Settings:
     weight: Literal["samples"] | None = None
     """`samples`: pieces count by their samples in the mean over a batch, whatever the loss looks like. None: as the
     script says, or as the loss is known or found to be."""
-    look_every: int = 500
+    look_every: int = 800
     """One batch in so many is computed in two cuts and compared, where batches are cut. 0: only at the start."""
     threads: int | None = None
     """Threads that torch computes with in one worker. None: torch's own choice; 1 with virtual workers."""

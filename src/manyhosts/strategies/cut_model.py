@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,13 @@ class CutModel:
 
     def __init__(self, mesh: Mesh, holding: Holding) -> None:
         self.mesh, self.world, self.holding = mesh, mesh.world, holding
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it remembers nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""
 
     def shard(self) -> Shard:
         """One part for each worker that reads samples of its own."""

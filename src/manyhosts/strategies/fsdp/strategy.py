@@ -7,8 +7,8 @@ all parts; and a comparison, in the exchange of the loss, of which units each wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -183,13 +183,6 @@ class FullySharded(CutModel):
         """Step the optimizer, which knows of this worker's parts alone."""
         with stepping(optimizer):
             optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""
 
 
 def _of_one_host(world: World) -> int:

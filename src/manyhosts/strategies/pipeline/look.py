@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from manyhosts.communication.shared_norm import prepare
 from manyhosts.data import randomness
@@ -19,6 +18,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.pipeline.chain import Chain, find_chain, run
 from manyhosts.strategies.pipeline.messages import flat
 from manyhosts.strategies.pipeline.owners import leave, put_in
+from manyhosts.strategies.uses import Uses, tensors_in
 
 Context = Callable[[], AbstractContextManager[Any]]
 _ROUNDS = 3
@@ -36,34 +36,17 @@ class Seen:
     """What each block takes, forward and backward; empty where that was not asked for."""
 
 
-class _Uses(TorchFunctionMode):
+class _Uses(Uses):
     """Notes which tensors are given to functions, and by which block."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.names, self.block = names, 0
+        super().__init__(names)
+        self.block = 0
         self.found: dict[str, set[int]] = {}
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in _tensors((args, kwargs)):
-            if (name := self.names.get(id(each))) is not None and function not in _LOOKS:
-                self.found.setdefault(name, set()).add(self.block)
-        return function(*args, **(kwargs or {}))
-
-
-_LOOKS = {Tensor.requires_grad.__get__, Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__}  # type: ignore[attr-defined]
-"""What needs no values."""
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+    def note(self, name: str, tensor: Tensor) -> None:
+        """By the block that computes."""
+        self.found.setdefault(name, set()).add(self.block)
 
 
 def look(model: nn.Module, chain: Chain, inputs: Any, context: Context, *, timed: bool) -> Seen:
@@ -117,7 +100,7 @@ def _in_order(blocks: Sequence[nn.Module], chain: Chain, uses: _Uses) -> Iterato
         name = chain.names[number] if number < len(blocks) else chain.names[-1]
         if number >= len(blocks) or blocks[number] is not module:
             raise _no_chain(f"the model does not call {name!r} once, behind the block before it")
-        if len(args) != 1 or any(True for _ in _tensors(named)):
+        if len(args) != 1 or any(True for _ in tensors_in(named)):
             raise _no_chain(f"the block {name!r} is given more than what the one before it gives")
         if given and args[0] is not given[-1]:
             raise _no_chain(f"the block {name!r} is not given what the one before it gives, but something made of it")

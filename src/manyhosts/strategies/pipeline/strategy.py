@@ -7,7 +7,7 @@ as those of that process, under every schedule and number of stages.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -280,13 +280,6 @@ class Pipelined(CutModel):
             f"pipeline: the stages waited {waited} of the time of their passes; where all take equally long and "
             f"messages no time it would be {100 * expected:.0f} %, and less with smaller micro-batches"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""
 
 
 def _check_called(model: nn.Module) -> None:

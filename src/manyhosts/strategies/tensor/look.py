@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from manyhosts.data import randomness
 from manyhosts.strategies.tensor.exchange import has_parts, part_of
 from manyhosts.strategies.tensor.plan import Group, Plan, is_cuttable
-
-_LOOKS = {Tensor.requires_grad.__get__, Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__}  # type: ignore[attr-defined]
-"""What needs no values."""
+from manyhosts.strategies.uses import Uses
 
 
 @dataclass(slots=True)
@@ -39,13 +36,12 @@ class _Call:
     """Parameters that were used since, outside of layers."""
 
 
-class _Look(TorchFunctionMode):
+class _Look(Uses):
     """Notes the calls of layers and dropouts, and which parameters are used by others than the layer that has them."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__({id(each): name for name, each in model.named_parameters()})
         self.calls: list[_Call] = []
-        self.names = {id(each): name for name, each in model.named_parameters()}
         self.layers = {
             name: module for name, module in model.named_modules() if is_cuttable(module) or type(module) is nn.Dropout
         }
@@ -54,14 +50,12 @@ class _Look(TorchFunctionMode):
         self.direct: set[str] = set()
         """Those that were used by others."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tensors_in((args, kwargs)):
-            name = self.names.get(id(each))
-            if name is not None and id(each) not in self.own and function not in _LOOKS:
-                self.direct.add(name)
-                if self.calls:
-                    self.calls[-1].used[name] = None
-        return function(*args, **(kwargs or {}))
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Where it is not the layer's own."""
+        if id(tensor) not in self.own:
+            self.direct.add(name)
+            if self.calls:
+                self.calls[-1].used[name] = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -84,18 +78,6 @@ class _Look(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Those in `value`, a nest of containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
 
 
 def look(model: nn.Module, inputs: Any, workers: int) -> tuple[Plan, tuple[Group, ...]]:

@@ -21,8 +21,8 @@ from manyhosts.communication.shared_norm import prepare
 from manyhosts.data import randomness
 from manyhosts.strategies.tensor.exchange import Exchange, OtherFailed
 from manyhosts.strategies.tensor.layers import cut
-from manyhosts.strategies.tensor.look import tensors_in
 from manyhosts.strategies.tensor.plan import Plan
+from manyhosts.strategies.uses import tensors_in
 
 _RELATIVE = 1e-5
 """How far apart two sums in another order may be."""

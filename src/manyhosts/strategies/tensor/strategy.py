@@ -6,7 +6,7 @@ and before the first step, that outputs, gradients and evaluation are those of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -189,13 +189,6 @@ class TensorParallel(CutModel):
         """Step the optimizer, which knows of this worker's parts alone."""
         with stepping(optimizer):
             optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""
 
 
 _DRAWS = "let the forward pass of a model depend on nothing but its inputs and torch's generator"

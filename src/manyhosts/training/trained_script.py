@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from manyhosts.records.chosen_run import run_directory, snapshot_of
 from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
-from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.snapshot.load import Loaded, load
 from manyhosts.training.own_loop.run import Run
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.setup.trained_module import load_loss
@@ -225,7 +225,7 @@ def _take(trainer: Trainer, path: Path) -> Loaded:
     """
     parts, loaded, error = trainer.parts, None, None
     try:
-        loaded = load(path, same_model(parts.fingerprint()))
+        loaded = load(path, parts.fits())
     except SnapshotError as found:
         error = found
     if parts.world.any(error is not None) or loaded is None:
@@ -234,7 +234,7 @@ def _take(trainer: Trainer, path: Path) -> Loaded:
         if not parts.strategy.traits.holds_whole_model:
             put_weights(parts, state_of(loaded, parts))
         else:
-            put_stored(parts.model, loaded.stored["model"])
+            put_stored(parts.model, loaded.stored["model"], may_lack=parts.frozen_base.names)
             load_loss(parts.trained, dict(loaded.state.get("loss", {})))
     except (SnapshotError, OSError) as cause:
         raise RuntimeError(f"the snapshot changed while it was read: {cause}") from cause
@@ -242,17 +242,19 @@ def _take(trainer: Trainer, path: Path) -> Loaded:
 
 
 @torch.no_grad()
-def put_stored(model: nn.Module, stored: Mapping[str, Any]) -> None:
+def put_stored(model: nn.Module, stored: Mapping[str, Any], *, may_lack: Collection[str] = ()) -> None:
     """Copy tensors that lie on the disk into those of `model` of the same names, with never more than one in memory.
+
+    `may_lack`: names of which there may be nothing on the disk; these stay as they are.
 
     Raises:
         SnapshotError: they have other names or shapes.
     """
     own = model.state_dict()
-    if other := sorted(own.keys() ^ stored.keys()):
+    if other := sorted((own.keys() ^ stored.keys()) - (set(may_lack) - stored.keys())):
         raise SnapshotError(f"{other[0]} is on one side alone", where="the model", fix="use the script of that run")
     for name, tensor in own.items():
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and name in stored:
             write(tensor, stored[name].whole())
     if extra := {name: stored[name] for name, value in own.items() if not isinstance(value, Tensor)}:
         model.load_state_dict(extra, strict=False)

@@ -403,10 +403,13 @@ class Trainer:
             with self.parts.callbacks.evaluated(self.parts.trained):
                 state = whole_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_leader)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
+        else:
+            base, holding = self.parts.frozen_base.tensors(), self.parts.strategy.holding
+            state = whole_state(base, holding, keep=self.world.is_leader)  # which the best model may be kept without
         error: ConfigError | None = None
         if self.world.is_leader:
             try:
-                save_weights(file, state if best is None else load(best).state["model"])
+                save_weights(file, state if best is None else {**state, **load(best).state["model"]})
             except ConfigError as found:
                 error = found
         gather_plain(self.world, None, error)

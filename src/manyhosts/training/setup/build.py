@@ -29,6 +29,7 @@ from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.planner.fit import Training
 from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
+from manyhosts.snapshot.load import Fits
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
@@ -59,6 +60,7 @@ from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.precision import Precision
 from manyhosts.training.setup.trained_module import check_optimized, model_of, trained, twice
+from manyhosts.training.state.frozen_base import FrozenBase
 from manyhosts.training.state.initial_optimizer import InitialOptimizer, options_of
 from manyhosts.training.telemetry import watching
 
@@ -112,6 +114,8 @@ class Parts:
     weighing: Weighing
     own_fingerprint: Fingerprint
     """Of the model before it was placed."""
+    frozen_base: FrozenBase
+    """What snapshots of a model with adapters do without."""
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
     make_warmup: Callable[[Source], learning_rate.WarmUp]
@@ -128,6 +132,10 @@ class Parts:
         return Moment(
             model=self.model, trained=self.trained, optimizer=self.optimizer, step=step, epochs=epochs, **more
         )
+
+    def fits(self) -> Fits:
+        """Whether a snapshot is one of this model. All workers call this."""
+        return self.frozen_base.fits(self.fingerprint())
 
     def fingerprint(self) -> Fingerprint:
         """What a snapshot must match to be one of this model."""
@@ -306,6 +314,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         watched_loss=loss_of_first(data.validation),
         weighing=weighing,
         own_fingerprint=own_fingerprint,
+        frozen_base=FrozenBase(model_of(placed), strategy.holding, world),
         make_source=cut_source,
         make_warmup=warm,
         objects={"own loop": StepMemory(strategy)} if isinstance(strategy, OwnLoop) else {},

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from manyhosts.snapshot.load import load, same_model
+from manyhosts.snapshot.load import load
 from manyhosts.training.run import Run
 from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.frozen_base import KEY
 from manyhosts.training.state.registry import copied, put_weights, state_of, weights_of
 
 
@@ -52,8 +53,9 @@ def holding(weights: Literal["best", "last"], parts: Parts, run: Run | None) -> 
         with parts.callbacks.evaluated(parts.trained):
             yield used
         return
-    now = copied(weights_of(parts))
-    put_weights(parts, state_of(load(best, same_model(parts.fingerprint())), parts))
+    found = load(best, parts.fits())
+    now = copied(parts.frozen_base.without(weights_of(parts)) if KEY in found.facts.run else weights_of(parts))
+    put_weights(parts, state_of(found, parts))
     try:
         yield used
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -163,25 +163,29 @@ def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
         wait_for(parts.world.device)  # it may still read what lies on the host
         put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)
         own, given = parts.model.state_dict(), kept["model"]
-        put_cut(own, given, holding)
+        put_cut(own, given, holding, may_lack=parts.frozen_base.names)
         if extra := {name: given[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}:
             parts.model.load_state_dict(extra, strict=False)
         return
     load_loss(parts.trained, kept.get("loss", {}))
-    load_model(parts.model, kept["model"])
+    load_model(parts.model, kept["model"], may_lack=parts.frozen_base.names)
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them."""
+def load_model(model: nn.Module, weights: dict[str, Any], *, may_lack: Collection[str] = ()) -> None:
+    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them.
+
+    `may_lack`: names of which `weights` may have nothing; these stay as they are.
+    """
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     expanded = {name for name in weights if name in own and without_repeats(own[name]) is not own[name]}
-    if not expanded:
+    lacking = expanded | (set(may_lack) - weights.keys())
+    if not lacking:
         model.load_state_dict(weights)
         return
     # PyTorch does not write into expanded tensors.
     found = model.load_state_dict({name: weights[name] for name in weights if name not in expanded}, strict=False)
-    if found.unexpected_keys or set(found.missing_keys) != expanded:
+    if found.unexpected_keys or not lacking.issuperset(found.missing_keys):
         model.load_state_dict(weights)  # says what is wrong
     for name in expanded:
         write(own[name], weights[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,20 +109,24 @@ def _whole(stored: Any, *, but: str = "") -> Any:
 
 
 @torch.no_grad()
-def put_cut(own: Mapping[str, Any], given: Mapping[str, Any], holding: Holding) -> None:
+def put_cut(
+    own: Mapping[str, Any], given: Mapping[str, Any], holding: Holding, *, may_lack: Collection[str] = ()
+) -> None:
     """Copy the tensors of `given`, whole or cut as those of `own`, into these.
+
+    `may_lack`: names of which `given` may have nothing; these stay as they are.
 
     Raises:
         SnapshotError: they have other names.
     """
-    if other := sorted(own.keys() ^ given.keys()):
+    if other := sorted((own.keys() ^ given.keys()) - (set(may_lack) - given.keys())):
         raise SnapshotError(
             f"it is of another model or loss: {other[0]} is on one side alone",
             where="mh.Trainer(model=…, loss=…)",
             fix="start in another --run-dir, or take back the change",
         )
     for name, tensor in own.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or name not in given:
             continue
         block, held = holding.block(tensor), holding.local(given[name])
         if tuple(held.shape) != tuple(block.local.shape):

@@ -18,13 +18,14 @@ from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import Facts, read
 from manyhosts.records.run_directory import RunDirectory
-from manyhosts.snapshot.load import Loaded, load, same_model
+from manyhosts.snapshot.load import Loaded, load
 from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.local_updates import averaged_parameters
 from manyhosts.training.consistency.same_given import compare_samples
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.frozen_base import KEY
 from manyhosts.training.state.registry import copied, state_of, take_up, training_state_dict, weights_of
 from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.resuming import Changes, asked_of, compare
@@ -105,10 +106,11 @@ class SnapshotSchedule:
         own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
         holding = parts.strategy.holding
         # Where models drift apart theirs is the mean.
-        everything = {**training_state_dict(parts), **self._weights(state.step), "run": state.to_dict()}
+        weights, base = self._weights(state.step)
+        everything = {**training_state_dict(parts), **weights, "run": state.to_dict()}
         self.store.save(
             in_parts(everything, holding),
-            self._facts(state),
+            self._facts(state, base),
             own=own if any(own.values()) else None,
             unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
             by_stage=holding.by_stage,
@@ -153,29 +155,35 @@ class SnapshotSchedule:
         self.best_saved_at = state.best_step
         holding, callbacks = self.parts.strategy.holding, self.parts.callbacks
         with callbacks.evaluated(self.parts.trained):
-            weights = self._weights(state.best_step)
+            weights, base = self._weights(state.best_step)
             weights = copied(weights) if callbacks.averaging else weights
         self.store.save_as(
             self.directory.best,
             in_parts(weights, holding),
-            self._facts(state),
+            self._facts(state, base),
             unchanged_until_update=map(holding.local, _updated(self.parts)),
             by_stage=holding.by_stage,
         )
 
-    def _weights(self, step: int) -> dict[str, Any]:
+    def _weights(self, step: int) -> tuple[dict[str, Any], str]:
         """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart.
+
+        With the checksum of the frozen weights that are not among them; empty where nothing is left out.
 
         Raises:
             TrainingError: they do not hold the same.
         """
         parts, moment = self.parts, f"before the snapshot of step {step}"
+        base = parts.frozen_base.for_snapshot()
+
+        def kept() -> dict[str, Any]:
+            compare_weights(parts, moment)
+            return parts.frozen_base.without(weights_of(parts)) if base else weights_of(parts)
+
         if parts.strategy.traits.synchronous:
-            compare_weights(parts, moment)
-            return weights_of(parts)
+            return kept(), base
         with averaged_parameters(parts.strategy, parts.trained):
-            compare_weights(parts, moment)
-            return copied(weights_of(parts))
+            return copied(kept()), base
 
     def before_update(self) -> None:
         """Wait until a snapshot under way has copied what the update will change."""
@@ -229,7 +237,7 @@ class SnapshotSchedule:
             self.parts.data_identity()  # now, and not when the first snapshot is made
         if self.second is not None:
             self.store.gather()
-            self.second.prepare(same_model(self.parts.fingerprint()))
+            self.second.prepare(self.parts.fits())
         return self.restore()
 
     def has_whole(self, step: int) -> bool:
@@ -266,7 +274,7 @@ class SnapshotSchedule:
             ConfigError, DataError: something has changed that must not.
             SnapshotError: there are snapshots, and none can be continued from.
         """
-        loaded = self.store.latest(same_model(self.parts.fingerprint()))
+        loaded = self.store.latest(self.parts.fits())
         self.best_saved_at = -1  # the best model may be of a step that is done again
         if loaded is None:
             return RunState(), None
@@ -311,23 +319,25 @@ class SnapshotSchedule:
         """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
         self.store.wait()
         try:
-            loaded = load(self.store.folder / f"step-{step:08d}", same_model(self.parts.fingerprint()))
+            loaded = load(self.store.folder / f"step-{step:08d}", self.parts.fits())
         except (SnapshotError, OSError):
             return False
         take_up(self.parts, loaded.state)
         self.saved_at = step
         return True
 
-    def _facts(self, state: RunState) -> Facts:
+    def _facts(self, state: RunState, base: str = "") -> Facts:
+        """`base`: the checksum of frozen weights that the snapshot does without."""
         position = state.position
+        # Others write no manifest, and need not look at the data for it.
+        asked = asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {}
         return Facts(
             step=state.step,
             epoch=position.epoch,
             position={"epoch": position.epoch, "sample": position.sample},
             strategy=self.strategy,
             model=self.parts.fingerprint(),
-            # Others write no manifest, and need not look at the data for it.
-            run=asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {},
+            run={**asked, KEY: base} if base else asked,
         )
 
 

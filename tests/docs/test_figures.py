@@ -127,6 +127,10 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
         first("serving.md", "time with a core", 2),
         first("serving.md", "time with a core", 1),
     ),
+    ("docs/serving.md", "{:.1f} s later, a model cut over two processes {:.1f} s later"): lambda: (
+        first("serving_killed.md", "an export, one process", 2),
+        first("serving_killed.md", "a run, cut over two processes", 2),
+    ),
     ("docs/serving.md", "{:.2f} of what they gave the bare forward pass"): lambda: (first("serving.md", "time", 3),),
     ("docs/plan.md", "{} % (median), and at worst {} %, of {} steps"): lambda: (
         lambda median, count, worst: (median, worst, count)

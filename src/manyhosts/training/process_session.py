@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 from manyhosts.cluster.membership import Membership
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.elastic.session import CollectiveCalls
 from manyhosts.records.run_directory import RunDirectory
+from manyhosts.training.telemetry.watching import Watcher
 
 
 class ProcessSession:
@@ -20,6 +22,10 @@ class ProcessSession:
     _current: ProcessSession | None = None
 
     def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        """What sees every step of its trainers that are made from now on."""
+        self.in_place_of_fit: Callable[[Any], NoReturn] | None = None
+        """Called with the `Trainer` by its `fit`, which goes no further: see `trained_script`."""
         self._trainers = 0
         self._first_at: dict[str, int] = {}
         """Address for snapshots → the number of the trainer that had it first."""

@@ -33,7 +33,6 @@ from manyhosts.training.own_loop.run import Run
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.setup.trained_module import load_loss
 from manyhosts.training.state.registry import put_weights, state_of
-from manyhosts.training.telemetry import watching
 from manyhosts.training.trainer import Trainer
 
 _KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")
@@ -136,8 +135,8 @@ def open_run(
         ProcessSession.separate(),
         _main_module_restored(),
         _environment(record, strategy),
-        _stopping_at_fit(_number(directory)) as reached,
     ):
+        reached = _stop_at_fit(_number(directory))
         sys.argv = [str(script), *record.arguments]
         try:
             run_main(str(script), "script")
@@ -165,9 +164,8 @@ class _AtFit(BaseException):
     """Leaves the script; nothing that it catches on its way."""
 
 
-@contextmanager
-def _stopping_at_fit(number: int) -> Iterator[list[Trainer]]:
-    """Within, the script's first `fit` leaves it. Gives the trainer, once it is there."""
+def _stop_at_fit(number: int) -> list[Trainer]:
+    """Have the first `fit` of the session of now leave the script. The list has its trainer, once it is there."""
     reached: list[Trainer] = []
 
     def stop(trainer: Trainer) -> NoReturn:
@@ -180,11 +178,8 @@ def _stopping_at_fit(number: int) -> Iterator[list[Trainer]]:
         reached.append(trainer)
         raise _AtFit
 
-    watching.in_place_of_fit = stop
-    try:
-        yield reached
-    finally:
-        watching.in_place_of_fit = None
+    ProcessSession.current().in_place_of_fit = stop
+    return reached
 
 
 @contextmanager

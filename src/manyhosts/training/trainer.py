@@ -50,7 +50,6 @@ from manyhosts.training.state.best_weights import Used, best_model, holding
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.sharded_state import whole_state
 from manyhosts.training.state.weights import frozen, load_initial
-from manyhosts.training.telemetry import watching
 from manyhosts.training.telemetry.result import Result
 
 if TYPE_CHECKING:
@@ -210,7 +209,7 @@ class Trainer:
         self.loss, self.step = loss, step
         self.listeners, acting = list(listeners), Callbacks(callbacks)
         init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
-        session = ProcessSession.current()
+        self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, run_dir)
         self._run: Run | None = None
@@ -229,6 +228,7 @@ class Trainer:
                 weight=weight,
                 spread=self._spread,
                 callbacks=acting,
+                watcher=session.watcher,
             )
             if init is not None:
                 load_initial(parts, init)
@@ -262,8 +262,8 @@ class Trainer:
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
         """
-        if watching.in_place_of_fit is not None:
-            watching.in_place_of_fit(self)
+        if self._session.in_place_of_fit is not None:
+            self._session.in_place_of_fit(self)
         settings = self._place.with_own_copy(self.settings)
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)
@@ -271,8 +271,8 @@ class Trainer:
             self._run.run_log.close()
         directory, listeners = self._place.directory(self.world), self.listeners
         validation = None if self.data.validation is None else self._evaluation("validation")
-        if watching.watcher is not None:
-            listeners = list(watching.watcher.fits(validation, listeners))
+        if self.parts.watcher is not None:
+            listeners = list(self.parts.watcher.fits(validation, listeners))
         self._run = Run(
             calls=self._collective_calls,
             provider=self._provider,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
-from manyhosts.training.telemetry import watching
+from manyhosts.training.telemetry.watching import Watcher
 from manyhosts.tune.range_test import rate_of
 
 
@@ -13,10 +13,12 @@ def begin() -> None:
     """Have every step seen."""
     if multiprocessing.parent_process() is not None:
         return  # a process that the script has started
-    watching.watcher = Rising()
+    from manyhosts.training.process_session import ProcessSession
+
+    ProcessSession.current().watcher = Rising()
 
 
-class Rising(watching.Watcher):
+class Rising(Watcher):
     """Of several groups of parameters each has the same rate, whatever the script's schedule says."""
 
     parts: Any = None

@@ -16,7 +16,7 @@ def begin() -> None:
     from manyhosts.measure.in_worker.guard import Guard
     from manyhosts.measure.in_worker.measurer import Measurer
     from manyhosts.measure.request import Request
-    from manyhosts.training.telemetry import watching
+    from manyhosts.training.process_session import ProcessSession
 
     request = Request.from_environment()
-    watching.watcher = Measurer(request, Guard(request.patience_s))
+    ProcessSession.current().watcher = Measurer(request, Guard(request.patience_s))

@@ -24,7 +24,7 @@ def begin() -> None:
     from manyhosts.prove.in_worker.plain import PlainScript
     from manyhosts.prove.in_worker.recorder import Recorder
     from manyhosts.prove.in_worker.writer import Writer
-    from manyhosts.training.telemetry import watching
+    from manyhosts.training.process_session import ProcessSession
 
     conduct = TrialConfig.from_environment()
     rank = int(os.environ.get("RANK", "0"))
@@ -35,5 +35,5 @@ def begin() -> None:
     calm = RemoveNondeterminism(conduct)
     calm.put_in_place()
     writer = Writer(conduct, rank)
-    watching.watcher = Recorder(conduct, writer, calm)
+    ProcessSession.current().watcher = Recorder(conduct, writer, calm)
     PlainScript(conduct, writer).put_in_place()

@@ -22,7 +22,6 @@ from manyhosts.training.loop.stop_signals import StopSignals
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry import watching
 from manyhosts.training.telemetry.pace import StragglerMonitor
 from manyhosts.units import Duration
 
@@ -96,8 +95,8 @@ class Loop:
             BadStep: a step went wrong, and all are to go back behind it.
         """
         self.parts.trained.train()
-        if watching.watcher is not None:
-            watching.watcher.begins(self.parts, self.settings, self.state)
+        if self.parts.watcher is not None:
+            self.parts.watcher.begins(self.parts, self.settings, self.state)
         self.stepper.counting.settled = False
         self.after_step.call_callbacks("begin")
         steps: Steps | None = None

@@ -34,7 +34,6 @@ from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry import watching
 from manyhosts.training.telemetry.norm_price import NormPrice
 
 NoteSamples = Callable[[int, Sequence[int]], None]
@@ -77,7 +76,7 @@ class Stepper:
         self.first_steps = FirstSteps(parts)
         self.norm_price = NormPrice(parts.batch_norm)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
-        self.watcher = watching.watcher
+        self.watcher = parts.watcher
         if isinstance(parts.strategy, OwnLoop):
             parts.strategy.remembers = keep_buffers or bad_steps.leave_out
             parts.strategy.before_update = snapshot_schedule.before_update

@@ -62,7 +62,7 @@ from manyhosts.training.setup.precision import Precision
 from manyhosts.training.setup.trained_module import check_optimized, model_of, trained, twice
 from manyhosts.training.state.frozen_base import FrozenBase
 from manyhosts.training.state.initial_optimizer import InitialOptimizer, options_of
-from manyhosts.training.telemetry import watching
+from manyhosts.training.telemetry.watching import Watcher
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
@@ -101,6 +101,7 @@ class Parts:
     precision: Precision
     compute: ForwardPass
     callbacks: Callbacks
+    watcher: Watcher | None
     auditor: Auditor | None
     """What compares parts that several workers compute; None where that was not asked for."""
     source: Source
@@ -236,6 +237,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     weight: Weight | None,
     spread: Callable[[Strategy, Settings], Strategy],
     callbacks: Callbacks,
+    watcher: Watcher | None,
 ) -> Parts:
     """Make everything that `fit` needs. `spread`: what becomes of the strategy that the settings name."""
     weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
@@ -246,7 +248,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
     thawed = callbacks.prepare(bare)
-    _compare_given(made, data, settings, world)
+    _compare_given(made, data, settings, world, watcher)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
@@ -301,6 +303,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         precision=precision,
         compute=compute,
         callbacks=callbacks,
+        watcher=watcher,
         auditor=auditor,
         source=source,
         initial_optimizer=InitialOptimizer.of(made_optimizer, made_schedule, options=options, model=placed),
@@ -321,13 +324,13 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     )
 
 
-def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World) -> None:
+def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World, watcher: Watcher | None) -> None:
     """See that all workers were given the same, before the first exchange that would not end where they were not."""
     compare_descriptions(world, _given(made, data, settings))
-    if watching.watcher is None:  # who watches looks for the reason in what was trained
+    if watcher is None:  # who watches looks for the reason in what was trained
         compare_data(world, data.sets())
     else:
-        watching.watcher.made(made)
+        watcher.made(made)
 
 
 def _make_schedule(make: MakeSchedule | None, optimizer: Optimizer, data: Data) -> LRScheduler | None:

@@ -31,7 +31,6 @@ from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.resuming import Changes, asked_of, compare
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.sharded_state import in_parts
-from manyhosts.training.telemetry import watching
 
 _NO_RECORDS = "a disk does not take the records of its steps"
 
@@ -231,7 +230,7 @@ class SnapshotSchedule:
             SnapshotError: there are snapshots, and none can be continued from.
         """
         world = self.parts.world
-        if world.size > 1 and watching.watcher is None:  # who watches looks for the reason in what was trained
+        if world.size > 1 and self.parts.watcher is None:  # who watches looks for the reason in what was trained
             compare_samples(world, self.parts.data_identity())
         elif world.is_leader:
             self.parts.data_identity()  # now, and not when the first snapshot is made

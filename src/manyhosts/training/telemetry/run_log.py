@@ -49,7 +49,6 @@ from manyhosts.training.consistency.same_given import optimizer_described
 from manyhosts.training.evaluation.kept_pictures import keep_pictures
 from manyhosts.training.state.record_copies import copy_records, restore_records
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry import watching
 
 _RECENT_EVENTS = 4096
 _TOLD_BY_ALL: dict[str, type[Event]] = {
@@ -132,7 +131,7 @@ class RunLog:
 
     def _keep_provenance(self) -> None:
         """Write down what the run comes from; who watches the trials of a script has no use for it."""
-        if watching.watcher is not None:
+        if self.snapshot_schedule.parts.watcher is not None:
             return
         hardware = {
             "device": "" if self.world.device.type == "cpu" else device.make(self.world.device),

@@ -1,4 +1,4 @@
-"""A look at every step from beside the loop, for `prove` and `plan`: nobody looks unless somebody was put here before.
+"""A look at every step from beside the loop, for `prove` and `plan`: the session of a process may have a watcher.
 
 A listener is told what happened when it is over, on the leader; a watcher sees the tensors while they are there, on
 every worker, and may change what goes into a step to find out what depends on it.
@@ -6,10 +6,10 @@ every worker, and may change what goes into a step to find out what depends on i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -43,10 +43,3 @@ class Watcher:
 
     def steps(self, step: int) -> None:
         """Optimizer step number `step` is done."""
-
-
-watcher: Watcher | None = None
-"""The one of this process."""
-
-in_place_of_fit: Callable[[Any], NoReturn] | None = None
-"""Called with the `Trainer` by its `fit`, which goes no further: see `trained_script`."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models_in_parts import MODELS
+from models_in_parts import MODELS, WIDTH
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from unusual import Case, trainer_for
 
 import manyhosts as mh
@@ -95,6 +95,34 @@ def fail_alone(rank: int, folder: Path) -> None:
 
     case = Case(MODELS["lists in lists"], loss=loss)
     trainer_for(case, folder, strategy="fsdp").fit("2 steps")
+
+
+class TiedByHand(nn.Module):
+    """The head takes the weight of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.body:
+            inputs = block(inputs)
+        found: Tensor = self.out(inputs @ self.body[0][0].weight)
+        return found
+
+
+def train_tied(rank: int, folder: Path) -> str:
+    try:
+        trainer_for(Case(TiedByHand), folder, strategy="fsdp").fit("2 steps")
+    except ManyhostsError as error:
+        return str(error)
+    return ""
+
+
+def test_weight_of_another_module_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for said in run_ranks(2, train_tied, tmp_path):
+        assert "a parameter was used outside the forward pass of the module that holds it" in said
 
 
 def test_error_of_one_worker_in_the_look_at_the_loss_is_told(tmp_path: Path) -> None:

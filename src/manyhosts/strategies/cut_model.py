@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,8 +13,65 @@ from manyhosts.communication.holding import Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
 from manyhosts.device import by_device
+from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Shard
 from manyhosts.strategies.traits import Traits
+
+
+def check_memory(model: nn.Module, where: str) -> None:
+    """See that no parameter of `model` lies where another of its tensors does: apart they would not change together.
+
+    Raises:
+        ConfigError: one does.
+    """
+    beside: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, each in [*model.named_parameters(), *model.named_buffers()]:
+        if each.layout is torch.strided and not each.is_meta and each.numel():
+            beside.setdefault(each.untyped_storage().data_ptr(), []).append((name, each))
+    for names in beside.values():
+        for (name, each), (other, tensor) in itertools.combinations(names, 2):
+            if isinstance(each, nn.Parameter) and _overlap(each, tensor):
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise ConfigError(
+                    f"the {kind} {other!r} lies in the memory of the parameter {name!r}, and where parameters are kept "
+                    "in parts it would no longer change with it",
+                    where=where,
+                    fix="make one parameter of both, and take the other from it in forward; or choose strategy='ddp'",
+                )
+
+
+def check_hooks(model: nn.Module, where: str) -> None:
+    """See that no parameter of `model` carries what is lost with the tensor that a part takes the place of.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"the parameter {name!r} has a hook on its gradient, and no worker has that gradient whole",
+                where=where,
+                fix="do it in the forward pass (multiply the weight by its mask), or choose strategy='ddp'",
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether an element of `one` lies where one of `other` does, which is in the same storage."""
+    (first, behind_first), (second, behind_second) = _bytes_of(one), _bytes_of(other)
+    if behind_first <= second or behind_second <= first:
+        return False
+    if one.is_contiguous() or other.is_contiguous() or one.dtype != other.dtype:
+        return True
+    numbers = torch.arange(one.untyped_storage().nbytes() // one.element_size())
+    elements = [numbers.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (one, other)]
+    return bool(torch.isin(*(each.reshape(-1) for each in elements)).any())
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that is its own, and the first behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin, size = tensor.storage_offset(), tensor.element_size()
+    return begin * size, (begin + last + 1) * size
 
 
 class CutModel:

@@ -118,6 +118,18 @@ class LooksAhead(Protocol):
 
 
 @runtime_checkable
+class TellsMisuse(Protocol):
+    """A strategy under which not every use of the model is sound."""
+
+    def misuse_told(self) -> AbstractContextManager[None]:
+        """Within, the model is called.
+
+        Raises:
+            ConfigError: it was used in a way that PyTorch refuses in words of its own.
+        """
+
+
+@runtime_checkable
 class TellsTime(Protocol):
     """A strategy that has measured where its time goes."""
 

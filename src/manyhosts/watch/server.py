@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,14 +53,13 @@ class Server:
         """
         self.token = secrets.token_urlsafe(32)
         try:
-            self._http = ThreadingHTTPServer((_ADDRESS, port), _handler(self.token, _Fresh(content)))
+            self._http = _Http((_ADDRESS, port), _handler(self.token, _Fresh(content)))
         except (OSError, OverflowError) as cause:
             raise ConfigError(
                 f"cannot serve a page at port {port}: {getattr(cause, 'strerror', None) or cause}",
                 where="--port",
                 fix="choose another port, or leave --port out for one that is free",
             ) from cause
-        self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, name="serves the live page", daemon=True)
 
     @property
@@ -75,6 +75,18 @@ class Server:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+
+class _Http(ThreadingHTTPServer):
+    """One thread for each connection."""
+
+    daemon_threads = True
+    request_queue_size = 128  # one more that nobody has taken yet is called again by its system after a second
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that was closed while it was answered is no news; the terminal shows the run."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Fresh:

@@ -11,9 +11,14 @@ from torch import nn
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.pipelined import Pipeline
+from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp.refused import Replaced, check_placeable
-from manyhosts.training.setup.model_checks import check_optimizer
+from manyhosts.strategies.pipeline.strategy import Pipelined
+from manyhosts.strategies.strategy import Strategy
+from manyhosts.strategies.tensor.strategy import TensorParallel
+from manyhosts.training.setup.model_checks import check_optimizer, check_tensors
 
 
 def deep(change: Callable[[nn.Sequential], object]) -> nn.Sequential:
@@ -32,16 +37,53 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "late hook": (
         lambda model: model[1].weight.register_post_accumulate_grad_hook(lambda _: None), "'1.weight' has a hook"
     ),
+    "buffer": (
+        lambda model: model[0].register_buffer("seen", model[0].weight.detach()[1:]),
+        "the buffer '0.seen' lies in the memory of the parameter '0.weight'",
+    ),
+    "column": (
+        lambda model: model.register_parameter("column", nn.Parameter(model[2].weight.detach().t()[1:])),
+        "the parameter '2.weight' lies in the memory of the parameter 'column'",
+    ),
+    "script": (lambda model: model.append(torch.jit.script(nn.Linear(1, 1))), "the module '3' is TorchScript"),
     "dtypes": (lambda model: model[2].double(), "'1.weight' and '2.weight' .* is of float32, the other of float64"),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_cut_is_refused_by_name(kind: str) -> None:
     change, sentence = REFUSED[kind]
     model = deep(change)
     with pytest.raises(ConfigError, match=sentence):
         check_placeable(model, {"0": model[0]}, FSDP())
+
+
+def aliased(model: nn.Sequential) -> object:
+    return model[0].register_buffer("seen", model[0].weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "sentence"),
+    [
+        (lambda: TensorParallel(Tensor(), World(Place())), REFUSED["hook"][0], "'0.weight' has a hook"),
+        (lambda: TensorParallel(Tensor(), World(Place())), aliased, "'0.seen' lies in the memory of"),
+        (lambda: Pipelined(Pipeline(), World(Place())), aliased, "'0.seen' lies in the memory of"),
+    ],
+)
+def test_other_strategies_that_keep_parts_refuse_it_too(
+    make: Callable[[], Strategy], change: Callable[[nn.Sequential], object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make().place(deep(change))
+
+
+def test_tensors_side_by_side_in_one_memory_can_be_cut() -> None:
+    model, memory = deep(lambda _: None), torch.randn(12)
+    model.register_parameter("left", nn.Parameter(memory.view(3, 4)[:, :2]))
+    model.register_parameter("right", nn.Parameter(memory.view(3, 4)[:, 2:]))
+    model[0].weight = model[1].weight
+    check_placeable(model, {"0": model[0]}, FSDP())
 
 
 def test_dtypes_may_differ_from_unit_to_unit_and_where_nothing_is_trained() -> None:
@@ -73,3 +115,11 @@ def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_workers_hold
     check_optimizer(torch.optim.AdamW(nn.Linear(3, 3).parameters()), world, holds_whole_model=False)
     with pytest.raises(ConfigError, match="Adafactor looks at whole rows and columns"):
         check_optimizer(adafactor, world, holds_whole_model=False)
+
+
+def test_buffer_of_inference_mode_is_refused_where_it_would_be_watched() -> None:
+    model = deep(lambda _: None)
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(3))
+    with pytest.raises(ConfigError, match=r"table was made within torch\.inference_mode"):
+        check_tensors(model)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import struct
+import threading
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -116,3 +119,19 @@ def test_port_that_is_taken_is_refused(server: Server) -> None:
     assert port is not None
     with pytest.raises(ConfigError, match=f"cannot serve a page at port {port}"):
         Server(Content(str, dict), port)
+
+
+def test_page_that_is_closed_while_it_is_answered_is_not_told(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = urlsplit(server.address)
+    before = threading.active_count()
+    for words in (b"GET /", f"GET {place.path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()):
+        for _ in range(5):
+            with socket.create_connection((str(place.hostname), place.port or 0)) as connection:
+                connection.sendall(words)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert asked(server, place.path)[0].status == 200
+    assert capfd.readouterr() == ("", "")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.cut_model import check_hooks, check_memory
 from manyhosts.strategies.units import is_whole
 
 
@@ -23,6 +24,15 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
     Raises:
         ConfigError: one cannot; or it carries what would be lost with the tensor that takes its place.
     """
+    check_hooks(root, "strategy='fsdp'")
+    check_memory(root, "strategy='fsdp'")
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"the module {name!r} is TorchScript, whose parameters cannot be taken out of it",
+                where="strategy='fsdp'",
+                fix="leave torch.jit out: compile=True makes a model faster, too; or choose strategy='ddp'",
+            )
     owner = {id(each): name for name, unit in units.items() for each in unit.parameters()}
     first: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in root.named_parameters():
@@ -31,12 +41,6 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
                 f"the parameter {name!r} has no elements, which cannot be cut into parts",
                 where="strategy='fsdp'",
                 fix="leave it out",
-            )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"the parameter {name!r} has a hook on its gradient, and no worker has that gradient whole",
-                where="strategy='fsdp'",
-                fix="do it in the forward pass (multiply the weight by its mask), or choose strategy='ddp'",
             )
         if not parameter.requires_grad or is_whole(parameter):
             continue

@@ -8,6 +8,7 @@ all parts; and a comparison, in the exchange of the loss, of which units each wo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -96,6 +97,10 @@ class FullySharded(CutModel):
         self.model_watch = ModelWatch(model, self.world)
         self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
         return model
+
+    def misuse_told(self) -> AbstractContextManager[None]:
+        """Within, the model is called."""
+        return misuse_told()
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]

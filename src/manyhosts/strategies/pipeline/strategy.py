@@ -21,7 +21,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.pipelined import BY_LAYERS, MEASURED, Pipeline
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.cut_model import CutModel, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain
 from manyhosts.strategies.pipeline.holding import Stages
@@ -82,6 +82,7 @@ class Pipelined(CutModel):
         whole, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
         if is_meta(model):
             materialise(model.modules(), places_of(model))
+        check_memory(whole, "strategy='pipeline'")
         _check_called(whole)
         chain = find_chain(whole)
         self._check_count(chain)

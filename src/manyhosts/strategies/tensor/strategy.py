@@ -20,7 +20,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.cut_model import CutModel, check_hooks, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Sample, Scale, StepOutcome, Steppable
@@ -83,6 +83,8 @@ class TensorParallel(CutModel):
                 no batch to try it on.
         """
         whole = next(model.children()) if getattr(model, "is_never_called", False) else model
+        check_hooks(whole, "strategy='tensor'")
+        check_memory(whole, "strategy='tensor'")
         if is_meta(model):
             materialise(model.modules(), places_of(model))
         spread([*model.parameters(), *model.buffers()], self.world)

@@ -18,7 +18,7 @@ from manyhosts.data.steps import Step
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic, FixedParts, StepOutcome
+from manyhosts.strategies.strategy import Elastic, FixedParts, StepOutcome, TellsMisuse
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.bad_steps import BadSteps
 from manyhosts.training.loop.clock import StepClock
@@ -83,6 +83,7 @@ class Stepper:
             parts.strategy.done = lambda: state.step
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
+        self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -140,7 +141,8 @@ class Stepper:
         step = self.transfers.next_of(steps)
         if self.watcher is not None:
             step = self.watcher.reads(step)
-        weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
+        with self.misuse_told():
+            weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
 
     @contextmanager

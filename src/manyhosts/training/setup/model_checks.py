@@ -202,6 +202,13 @@ def check_tensors(model: nn.Module) -> None:
         ConfigError: one cannot.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_inference():
+            raise ConfigError(
+                f"{name} was made within torch.inference_mode(), and nobody can see what a forward pass writes "
+                "into such a tensor",
+                where="mh.Trainer(model=…)",
+                fix="make it under torch.no_grad(), or give a clone() of it",
+            )
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         if tensor.is_quantized or tensor.layout is not torch.strided:
             raise ConfigError(

@@ -101,6 +101,24 @@ class Small(Deep):
     block = Clamping
 
 
+class Scaling(Block):
+    """Computes with other weights than its own for a call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scaled = {name: each * 1.1 for name, each in self.up.named_parameters()}
+        given: Tensor = hidden + self.down(torch.func.functional_call(self.up, scaled, (hidden,)).tanh())
+        return given
+
+
+class Functional(Deep):
+    """Calls a unit with other weights than its own."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scaled = {name: each * 1.1 for name, each in self.blocks[0].named_parameters()}
+        hidden: Tensor = torch.func.functional_call(self.blocks[0], scaled, (self.first(inputs),))
+        return hidden
+
+
 class Keeping(Deep):
     """Has a function that holds a weight."""
 
@@ -111,6 +129,12 @@ class Keeping(Deep):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.again(super().forward(inputs))
         return hidden
+
+
+class ScalingInside(Deep):
+    """Units that compute with other weights than their own, and are called with these."""
+
+    block = Scaling
 
 
 class Decaying(Deep):
@@ -182,17 +206,18 @@ def trained(rank: int, size: int, kinds: list[type[nn.Module]], options: Mapping
 
 
 def test_what_would_be_wrong_in_silence_is_refused_by_all_workers() -> None:
-    for found in run_ranks(2, trained, 2, [Listing, Keeping, Decaying, Leaving, Small], {}):
+    for found in run_ranks(2, trained, 2, [Listing, Keeping, Decaying, Leaving, Small, Functional], {}):
         assert "the unit 'blocks.0' writes into a list" in found[0]
         assert "computes with the parameter 'first.weight'" in found[1]
         assert "a parameter was used outside the forward pass" in found[2]
         assert "the parameter 'blocks.0.up.weight' is written into" in found[4]
         assert "computed and not returned, such as an attribute" in found[3]
+        assert "the parameter 'blocks.0.up.weight' was replaced for a call" in found[5]
 
 
-@pytest.mark.parametrize("kind", [Last, Hooked])
+@pytest.mark.parametrize("kind", [Last, Hooked, ScalingInside])
 def test_what_is_unusual_and_right_equals_one_process(kind: type[nn.Module]) -> None:
-    """Convolutions in another memory format; hooks on gradients of a unit; a list of parameters."""
+    """Convolutions in another memory format; hooks of a unit; a list of parameters; weights made of own."""
     [[alone]] = run_ranks(1, trained, 1, [kind], {})
     assert len(alone) == 2
     for [found] in run_ranks(2, trained, 2, [kind], {"zero": 2}):

@@ -69,8 +69,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     """The first byte of its storage that is its own, and the first behind its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin, size = tensor.storage_offset(), tensor.element_size()
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
     return begin * size, (begin + last + 1) * size
 
 

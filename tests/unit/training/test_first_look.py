@@ -53,7 +53,12 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction="sum")
 
 
-@pytest.mark.parametrize("loss", [contrastive, by_hand, summed])
+def hardest(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of a micro-batch, or a worker's part, these are all."""
+    return functional.cross_entropy(outputs, targets, reduction="none").topk(min(6, len(targets))).values.mean()
+
+
+@pytest.mark.parametrize("loss", [contrastive, by_hand, summed, hardest])
 @pytest.mark.parametrize("cut", [CUT, {"virtual_workers": 2}])
 def test_loss_that_is_no_mean_is_refused_where_a_batch_is_cut(
     loss: Callable[..., Tensor], cut: dict[str, Any], tmp_path: Path
@@ -336,6 +341,20 @@ def test_right_ones_are_not_suspected(given: dict[str, Any], tmp_path: Path) -> 
     random.seed(4)
     made.fit("2 steps")
     assert not notes(tmp_path)
+
+
+def test_running_values_of_instance_norm_that_micro_batches_change_are_told(tmp_path: Path) -> None:
+    images, labels = images_and_labels(40)
+    norm = nn.InstanceNorm1d(1, track_running_stats=True)
+    made = trainer(
+        tmp_path,
+        model=lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (1, -1)), norm, nn.Flatten(), nn.LazyLinear(10)),
+        loss=nn.CrossEntropyLoss(),
+        data=mh.Data(train=TensorDataset(images, labels), batch_size=10),
+        **CUT,
+    )
+    made.fit("2 steps")
+    assert any("the step changes the buffer 2.running_mean" in line["text"] for line in events(tmp_path, "note"))
 
 
 def test_look_changes_neither_buffers_nor_random_numbers_nor_the_mode(tmp_path: Path) -> None:

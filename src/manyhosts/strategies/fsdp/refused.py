@@ -131,6 +131,25 @@ class Given:
             )
 
 
+def see_own_parameters(unit: str, module: nn.Module, inputs: Any) -> None:
+    """See that the parameters of a unit are its own when it is called: PyTorch gathers these in their place.
+
+    Raises:
+        ConfigError: others have been put there for this call.
+    """
+    for part_name, part in module.named_modules():
+        for name, each in part._parameters.items():
+            if each is not None and not isinstance(each, nn.Parameter):
+                where = ".".join(filter(None, (unit, part_name, name)))
+                raise ConfigError(
+                    f"the parameter {where!r} was replaced for a call (torch.func.functional_call, or a "
+                    "parametrization of your own), and its parts would be gathered in place of what was put there",
+                    where="strategy='fsdp'",
+                    fix="compute with the weights in the forward pass of the module that holds them "
+                    "(torch.nn.functional), or choose strategy='ddp'",
+                )
+
+
 def _has_gradient(value: Any) -> bool:
     return torch.is_tensor(value) and value.requires_grad
 

@@ -6,7 +6,7 @@ Each is said once, before or at the third step, and nothing is looked at after i
 from __future__ import annotations
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.world import World
 from manyhosts.data.first_samples import are_alike
@@ -89,7 +89,7 @@ class FirstSteps:
 
     def _looked_at(self) -> dict[str, torch.Tensor]:
         model, local = self.parts.trained, self.parts.strategy.holding.local
-        norms = {id(each) for layer in model.modules() if isinstance(layer, _NormBase) for each in layer.buffers()}
+        norms = {id(each) for layer in model.modules() if isinstance(layer, _BatchNorm) for each in layer.buffers()}
         found = {name: each for name, each in model.named_buffers() if id(each) not in norms}
         found |= dict(model.named_parameters())
         return {

@@ -26,6 +26,9 @@ _COUNTS_WORKERS_ALIKE = (
     "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
     "count more than those of another"
 )
+_WIDE = 8
+"""Pieces whose samples are looked at together, at most those of the batch: the mean of, say, the 16 largest losses is
+that of all samples in a piece of 16."""
 _SOON = (10, 100)
 """Steps that are looked at beside every `look_every`-th."""
 
@@ -82,6 +85,8 @@ class LossWeights:
         many = first and not known and not state.counts_by
         look = self.look_of(step, gradients=first and self.cuts)
         step, looked = self._looked_pieces(step, look, first=first, many=many)
+        if many and self.cuts:
+            looked = [*self._wide(step, look.fetcher), *looked]
         if known and not self.cuts:  # it was only to be seen which targets count
             weighing.guard = None
             return step
@@ -183,12 +188,18 @@ class LossWeights:
             world.notes.append(text)
         world.news.append(partial(LossLooked, outcome=outcome, text=text))
 
-    def alike(self, step: Step, fetcher: Fetcher | None) -> list[LoadedPiece]:
-        """A piece that is the same on every worker, for all make the same forward passes; none of a stream."""
+    def _wide(self, step: Step, fetcher: Fetcher | None) -> list[LoadedPiece]:
+        """The samples of several pieces, looked at by one worker; by all where all must make the same passes."""
+        if self.parts.strategy.traits.communicates_in_forward:
+            return self.alike(step, fetcher, pieces=2)  # such a model has little room
+        return self.alike(step, fetcher, pieces=_WIDE) if self.parts.world.is_leader else []
+
+    def alike(self, step: Step, fetcher: Fetcher | None, *, pieces: int = 1) -> list[LoadedPiece]:
+        """One of the samples of so many pieces, the same on every worker that asks for it; none of a stream."""
         if fetcher is None:
             return []
         own = -(-len(step.taken) // self.parts.strategy.mesh.size("replicate", "shard"))
-        indices = step.taken[: max(2, min(own, self.settings.micro_batch_size or own))]
+        indices = step.taken[: max(2, pieces * min(own, self.settings.micro_batch_size or own))]
         return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), fetcher(step.epoch, indices))]
 
     def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:

@@ -210,8 +210,11 @@ class Look:
         )
 
     def _words(self, error: Exception) -> str:
-        """Those of `error`; it is raised where workers exchange in forward passes: collectives would not match."""
-        if not self.copies:
+        """Those of `error`; it is raised where workers exchange in forward passes: collectives would not match.
+
+        But for a loss that differentiates itself, which fails on all alike without a graph.
+        """
+        if not self.copies and "does not require grad" not in str(error):
             raise error
         return words(error)
 
@@ -253,7 +256,7 @@ class Look:
         """
         module = self.module
         if not self.copies:
-            with in_evaluation(module):
+            with in_evaluation(module), acting(_AsEvaluated()):
                 yield module
             return
         if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:

@@ -230,6 +230,13 @@ def check_tensors(model: nn.Module) -> None:
                 where="mh.Trainer(model=…)",
                 fix="leave max_norm out, and scale in forward what the embedding gives",
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            raise ConfigError(
+                f"the embedding {name!r} has scale_grad_by_freq: its gradient is divided by how often an index is in "
+                "a forward pass, which sees a part of the batch",
+                where="mh.Trainer(model=…)",
+                fix="leave scale_grad_by_freq out",
+            )
 
 
 _OF_WHOLE_MATRICES = ("Adafactor",)

@@ -28,8 +28,9 @@ def test_every_verb_can_be_loaded_and_has_help(capsys: pytest.CaptureFixture[str
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     from manyhosts import __version__
 
-    assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
+    for words in (["--version"], ["version"]):
+        assert main(words) == 0
+        assert __version__ in capsys.readouterr().out
 
 
 def test_help_is_a_word_for_it_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,8 +45,16 @@ WRONG = [
     (["rnu"], "there is no verb 'rnu'. did you mean 'run'?"),
     (["train.py", "--workers", "2"], "write manyhosts run train.py --workers 2"),
     (["run"], "Missing argument 'SCRIPT'"),
+    (["run", "--workers", "2"], "name the script, as in `manyhosts run train.py`"),
+    (["status"], "name a run: `manyhosts status last`"),
+    (["report"], "name a run: `manyhosts report last`"),
+    (["run", "--workers"], "`manyhosts run --help` lists what it takes"),
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
+    (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),
+    (["run", "--workers", "3.5", "x.py"], "  fix:   give a whole number, such as 2"),
+    (["run", "--set", "lr", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
+    (["run", "--set", "lr", "=", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
     (["run", "no-such-script.py"], "there is no script 'no-such-script.py'"),
     (["run", "--workers", "0", __file__], "--workers is 0"),
     (["run", "--nodes", "-1", __file__], "--nodes is -1"),

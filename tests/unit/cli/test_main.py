@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -113,6 +114,17 @@ def test_exit_code_of_each_kind_of_end(error: BaseException, code: int) -> None:
 def test_fault_of_our_own_is_seen_whole() -> None:
     with pytest.raises(ZeroDivisionError):
         exit_code_of(ZeroDivisionError())
+
+
+def test_workers_that_crowd_a_machine_are_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    Path("train.py").write_text("")
+    for workers, is_crowd in ((8, False), (64, True)):
+        assert main(["run", "--dry-run", "--workers", str(workers), "train.py"]) == 0
+        assert (f"{workers} workers share the 2 cores of this machine" in capsys.readouterr().err) == is_crowd
 
 
 def test_what_follows_the_script_belongs_to_the_script(

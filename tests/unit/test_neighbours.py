@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ class Machine:
             10: (1, "python", "/x/bin/manyhosts\0study\0train.py"),
             11: (10, "python", "python"),
             os.getpid(): (11, "python", "python"),
+            76: (1, "bash", "bash"),
             77: (1, "blender", "blender"),
         }
 
@@ -40,14 +42,22 @@ class Machine:
             place.joinpath("cmdline").write_bytes(line.encode())
 
 
-def seen(folder: Path, monkeypatch: pytest.MonkeyPatch, busy_s: float, taken_s: dict[int, float]) -> str:
+def seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, busy_s: float, taken_s: dict[int, float], ended_s: float = 0.0
+) -> str:
+    """What is said after ten seconds; a child of bash had taken `ended_s` before them, and ends in them."""
     machine, now = Machine(folder), itertools.chain([100.0], itertools.repeat(110.0))
     monkeypatch.setattr(neighbours, "_PROC", folder)
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(neighbours.os, "sysconf", lambda _: 100)
-    machine.show(0.0, {})
+    if ended_s:
+        machine.processes[78] = (76, "make", "make")
+    machine.show(0.0, {78: ended_s})
     beside = Neighbours()
+    if ended_s:
+        del machine.processes[78]
+        shutil.rmtree(folder / "78")
     machine.show(busy_s, taken_s)
     return beside.in_words()
 
@@ -61,6 +71,18 @@ def test_neighbour_that_takes_a_core_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_processes_of_the_same_command_are_no_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen(tmp_path, monkeypatch, 20.0, {os.getpid(): 10.0, 11: 9.0, 10: 0.9}) == ""
+
+
+def test_what_an_ended_child_took_before_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_s = {os.getpid(): 9.0, 76: 500.0 + 0.4, 77: 10.0}  # bash has inherited the life of its child
+    reported = seen(tmp_path, monkeypatch, 19.4, taken_s, ended_s=500.0)
+    assert "took 1.0 of the 2 cores" in reported
+    assert "most of it blender (process 77, 1.0)" in reported
+
+
+def test_the_busiest_of_many_is_not_called_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = seen(tmp_path, monkeypatch, 19.0, {os.getpid(): 9.0, 77: 3.0})
+    assert "the busiest of them blender (process 77, 0.3)" in reported
 
 
 def test_machine_without_such_accounts_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

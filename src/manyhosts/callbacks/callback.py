@@ -12,7 +12,7 @@ pass run for each; what is to happen once per step happens here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -125,6 +125,15 @@ class Callback:
         """Take up what `state_dict` gave."""
 
 
+_ARGUMENTS = {
+    "EarlyStopping": 'it is an argument of its own: mh.Trainer(early_stopping=mh.EarlyStopping("loss"))',
+    "ModelCheckpoint": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"), best="loss")',
+    "Snapshots": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"))',
+    "Best": 'it is an argument of its own: mh.Trainer(best="loss")',
+}
+"""What no callback does here, ours and those of others, by the name of its class."""
+
+
 class Callbacks:
     """Those of one trainer, in order."""
 
@@ -134,15 +143,18 @@ class Callbacks:
         Raises:
             ConfigError: something else is among them, two have one name, or two give weights to evaluate with.
         """
-        alone = isinstance(given, Callback)
+        alone = not isinstance(given, Iterable)
         if wrong := [given] if alone else [each for each in given if not isinstance(each, Callback)]:
             found: Any = wrong[0]
             kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
             raise ConfigError(
                 f"callbacks is one {type(found).__name__}, no list" if alone else f"a callback is {kind}",
                 where="mh.Trainer(callbacks=…)",
-                fix="write callbacks=[…] with objects of classes that build on mh.Callback; functions that only watch "
-                "are listeners=[function]",
+                fix=_ARGUMENTS.get(
+                    type(found).__name__,
+                    "write callbacks=[…] with objects of classes that build on mh.Callback; functions that only watch "
+                    "are listeners=[function]",
+                ),
             )
         self.by_name: dict[str, Callback] = {}
         for each in given:

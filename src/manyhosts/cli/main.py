@@ -100,10 +100,12 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
+    if words == ["version"]:
+        words = ["--version"]
     try:
         result = cli.main(words, prog_name="manyhosts", standalone_mode=False, obj=words)
     except BaseException as error:
-        return exit_code_of(error, trace="--trace" in words)
+        return exit_code_of(error, trace="--trace" in words, verb=next((word for word in words if word in VERBS), ""))
     finally:
         let_go_of_closed_streams()
     return result if isinstance(result, int) else 0

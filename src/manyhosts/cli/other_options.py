@@ -37,6 +37,13 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
     Raises:
         ConfigError: it has not, and what was meant is known.
     """
+    if ours[-2:-1] == ["--set"] and ours[-1] in overrides.known_keys() and rest and not Path(rest[0]).exists():
+        value, *behind = rest[1:] if rest[0] == "=" and len(rest) > 1 else rest
+        raise ConfigError(
+            f"the value of {ours[-1]} stands by itself",
+            where=shlex.join([*ours[-2:], rest[0]]),
+            fix=f"type: {shlex.join(['manyhosts', 'run', *ours[:-1], f'{ours[-1]}={value}', *behind])}",
+        )
     for place, word in enumerate(ours):
         name, sign, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name

@@ -36,6 +36,8 @@ from manyhosts.units import bytes_of
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
 """Loaded once per host for scripts that import manyhosts."""
 _REHEARSAL = "manyhosts.rehearsal"
+_CROWD = 4
+"""Workers to a core, above which a run says that they are many."""
 _MARKED = "manyhosts.script-is-marked"
 """Whether `--` was typed before the script: all behind it is the script's, whatever it looks like."""
 
@@ -186,9 +188,9 @@ def run(**words: Any) -> int:
     """
     job = _job(words)
     titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")
-    for note in _behind_the_script(words):
-        print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     target = words["target"] or ("ssh" if job.hosts else "local")
+    for note in [*_behind_the_script(words), *(_crowd(job) if target == "local" else [])]:
+        print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     launcher = LAUNCHERS.load(target)()
     jobs = handles.jobs_of(launcher) if words["detach"] else None
     if words["detach"] and target == "join" and "secret-file" not in job.options:
@@ -362,6 +364,15 @@ def _rehearsed(words: Sequence[str]) -> dict[str, str]:
     """What a rehearsal adds to the environment: the GPUs that it is to have, and none of the real ones."""
     gpus_to_have = variables_of(words).get("CUDA_VISIBLE_DEVICES", "")
     return {variables.FIRST: _REHEARSAL, REHEARSED_GPUS: gpus_to_have, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _crowd(job: Job) -> list[str]:
+    """What deserves a word: workers that mostly wait for a core. Few to a core are how one tries a script out."""
+    cores = host_state.cores()
+    if job.workers_per_node <= _CROWD * cores:
+        return []
+    shared = f"{job.workers_per_node} workers share the {cores} cores of this machine"
+    return [f"{shared}, so each step takes longer than with {cores}, and memory is used for each"]
 
 
 def _behind_the_script(words: Mapping[str, Any]) -> list[str]:

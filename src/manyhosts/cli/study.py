@@ -111,8 +111,6 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     if words["repeat"] < 1:
         raise ConfigError(f"--repeat is {words['repeat']}", where="--repeat", fix="give 1 or more")
     settings, vary = overrides.parse(words["settings"]), _varied(words["vary"])
-    for key, value in settings.items():
-        overrides.check_value(key, value, where="--set")
     for key, option in _OURS.items():
         if key in vary or (key in settings and key == "duration" and words["budget"] is not None):
             raise ConfigError(f"both {option} and {key} are given", where=option, fix=f"leave {key} out")

@@ -131,8 +131,6 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         raise ConfigError(what, where=shlex.join([script, *words["arguments"]]), fix=f"write it before {script}")
     parameters = search.parse(words["searched"])
     settings = overrides.parse(words["settings"])
-    for key, value in settings.items():
-        overrides.check_value(key, value, where="--set")
     if both := sorted(settings.keys() & {each.name for each in parameters}):
         raise ConfigError(f"{both[0]} is both set and searched", where="--search", fix="leave one of them out")
     metric, maximise = search.metric(words["metric"])

@@ -41,7 +41,7 @@ class Neighbours:
         begin, now = self._begin, _moment()
         if begin is None or now is None or now.at - begin.at < 1:
             return ""
-        taken = {pid: seconds - begin.seconds.get(pid, 0.0) for pid, seconds in now.seconds.items()}
+        taken = _taken(begin, now)
         own = set(_family(now))
         passed, cores = now.at - begin.at, os.cpu_count() or 1
         others = (now.busy - begin.busy - sum(taken[pid] for pid in own)) / passed
@@ -49,12 +49,26 @@ class Neighbours:
             return ""
         busiest = max((pid for pid in taken if pid not in own), key=lambda pid: taken[pid], default=None)
         most = ""
-        if busiest is not None and taken[busiest] / passed > 0.05:
-            most = f", most of it {now.names[busiest]} (process {busiest}, {taken[busiest] / passed:.1f})"
+        if busiest is not None and (share := taken[busiest] / passed) > 0.05:
+            words = "most of it" if share > others / 2 else "the busiest of them"
+            most = f", {words} {now.names[busiest]} (process {busiest}, {share:.1f})"
         return (
             f"{NOTE}{others:.1f} of the {cores} cores of this host meanwhile{most}: "
             "steps were longer than they are on a quiet machine"
         )
+
+
+def _taken(begin: _Moment, now: _Moment) -> dict[int, float]:
+    """Core seconds between two moments, by process that is left."""
+    taken = {pid: seconds - begin.seconds.get(pid, 0.0) for pid, seconds in now.seconds.items()}
+    for pid in begin.parents.keys() - now.parents.keys():
+        # It ended meanwhile, so all of its life is in its parent's account: what lay before does not count.
+        heir = begin.parents[pid]
+        while heir in begin.parents and heir not in taken:
+            heir = begin.parents[heir]
+        if heir in taken:
+            taken[heir] = max(0.0, taken[heir] - begin.seconds[pid])
+    return taken
 
 
 def _moment() -> _Moment | None:

@@ -19,6 +19,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import BY_NAME, named
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest, nearest_few
+from manyhosts.units import Duration
 
 VARIABLE = "MANYHOSTS_SET"
 _SECTIONS = ("snapshots", "early_stopping", "best")
@@ -27,12 +28,13 @@ S = TypeVar("S")
 
 
 def parse(words: Iterable[str]) -> dict[str, str]:
-    """`["lr=0.01", "seed=3"]` as a mapping, every key checked; a word such as `small.yaml` is a file of settings.
+    """`["lr=0.01", "seed=3"]` as a mapping, keys and values checked; a word such as `small.yaml` is a file of settings.
 
     Of two words that name the same key the later one counts.
 
     Raises:
-        ConfigError: a word has no `=` and is no such file, or its key is none of `known_keys()`.
+        ConfigError: a word has no `=` and is no such file, its key is none of `known_keys()`, or its value can be none
+            of that key.
     """
     overrides: dict[str, str] = {}
     for word in words:
@@ -48,6 +50,8 @@ def parse(words: Iterable[str]) -> dict[str, str]:
             )
         overrides[key.strip()] = text.strip()
     check_keys(overrides)
+    for key, text in overrides.items():
+        check_value(key, text, where="--set")
     return overrides
 
 
@@ -64,6 +68,9 @@ def of_file(path: Path) -> dict[str, str]:
         raise ConfigError("a YAML file takes PyYAML, which is not installed", where=f"--set {path}", fix=fix) from cause
     try:
         found = yaml.safe_load(path.read_text())
+    except FileNotFoundError as cause:
+        fix = "name a .yaml file of settings, as seen from this folder"
+        raise ConfigError(f"there is no file {str(path)!r}", where=f"--set, in {Path.cwd()}", fix=fix) from cause
     except (OSError, ValueError, yaml.YAMLError) as cause:
         reason = " ".join(str(cause).split())
         raise ConfigError(f"cannot read the settings: {reason}", where=f"--set {path}", fix="see the line") from cause
@@ -134,6 +141,8 @@ def check_value(key: str, text: str, *, where: str) -> None:
         elif key in (types_of := typing.get_type_hints(Settings)):
             _check_word(text, types_of[key], key)
             _read(text, types_of[key], key)
+            if key in ("duration", "validate_every"):
+                Duration.parse(text, where=where)
         else:
             _replace(BY_NAME[_strategies_with(key)[0]](), {key: text}, "")
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
+from os import PathLike
 from typing import Any, Literal
 
 from torch.utils.data import (
@@ -140,6 +141,18 @@ def _see_that_no_several(name: str, given: object, *, where: str) -> None:
     )
 
 
+def _see_samples(name: str, given: object, *, where: str) -> None:
+    """Raise ConfigError for a path, whose letters, and for a tuple of columns, each of which would be taken for one."""
+    if isinstance(given, str | bytes | PathLike):
+        fix = "give a dataset that reads it, such as torchvision.datasets.ImageFolder(path)"
+    elif isinstance(given, tuple) and given and all(hasattr(each, "shape") for each in given):
+        fix = f"inputs and targets of all samples: {name}=TensorDataset(inputs, targets); a list is one of samples"
+    else:
+        return
+    kind = type(given).__name__
+    raise ConfigError(f"the {name} set is a {kind}, and not one of samples", where=where, fix=fix)
+
+
 def _lost_with_loader(loader: DataLoader[Any]) -> str:
     """What `loader` does beyond its dataset, with what to write for it here; nothing where it does no more."""
     sampler, found = getattr(loader, "sampler", None), ""
@@ -176,6 +189,7 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
             else f"give its dataset: loader.dataset{kept}",
         )
     _see_that_no_several(name, dataset, where=where)
+    _see_samples(name, dataset, where=where)
     if isinstance(dataset, IterableDataset):
         if not is_stream_fine:
             raise ConfigError(

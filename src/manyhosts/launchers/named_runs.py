@@ -28,6 +28,7 @@ _RUNS = "runs"
 _HANDLE = Path("detached", "handle.json")
 _LOOK_S = 0.1
 _ENDS_WITHIN_S = 120.0
+_UNTRAINED = "no training is on record: the script ended before it, or has no mh.Trainer; its log says more"
 _STATES: dict[str, State] = {"completed": "done", "stopped early": "done", "interrupted": "cancelled"}
 
 
@@ -174,7 +175,8 @@ class InTerminal:
         try:
             summary = Summary.read(directory.summary)
         except ConfigError:
-            return Status(state="unknown", reason="no end is on record: it broke off", hosts=hosts, log=log)
+            reason = "no end is on record: it broke off" if directory.run_json.exists() else _UNTRAINED
+            return Status(state="unknown", reason=reason, hosts=hosts, log=log)
         return Status(state=_STATES.get(summary.status, "failed"), reason=summary.reason, hosts=hosts, log=log)
 
     def logs(self, name: str, *, follow: bool) -> Iterator[str]:

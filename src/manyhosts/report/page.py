@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1d2329; --soft: #5b6470; --line: #dfe3e8; --mark: #1f6fb4; }
+:root { color-scheme: only light; --ink: #1d2329; --soft: #5b6470; --line: #dfe3e8; --mark: #1f6fb4; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1rem 3rem; max-width: 76rem; color: var(--ink); background: #fff;
   font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; overflow-wrap: anywhere; }

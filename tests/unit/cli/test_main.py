@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -28,8 +29,9 @@ def test_every_verb_can_be_loaded_and_has_help(capsys: pytest.CaptureFixture[str
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     from manyhosts import __version__
 
-    assert main(["--version"]) == 0
-    assert __version__ in capsys.readouterr().out
+    for words in (["--version"], ["version"]):
+        assert main(words) == 0
+        assert __version__ in capsys.readouterr().out
 
 
 def test_help_is_a_word_for_it_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,14 +46,25 @@ WRONG = [
     (["rnu"], "there is no verb 'rnu'. did you mean 'run'?"),
     (["train.py", "--workers", "2"], "write manyhosts run train.py --workers 2"),
     (["run"], "Missing argument 'SCRIPT'"),
+    (["run", "--workers", "2"], "name the script, as in `manyhosts run train.py`"),
+    (["status"], "name a run: `manyhosts status last`"),
+    (["report"], "name a run: `manyhosts report last`"),
+    (["run", "--workers"], "`manyhosts run --help` lists what it takes"),
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
+    (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),
+    (["run", "--workers", "3.5", "x.py"], "  fix:   give a whole number, such as 2"),
+    (["run", "--set", "lr", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
+    (["run", "--set", "lr", "=", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
     (["run", "no-such-script.py"], "there is no script 'no-such-script.py'"),
     (["run", "--workers", "0", __file__], "--workers is 0"),
     (["run", "--nodes", "-1", __file__], "--nodes is -1"),
     (["run", "--workers", "1", "--workers-per-node", "1", __file__], "both --workers and --workers-per-node"),
     (["run", "--set", "lr", __file__], "cannot read 'lr'"),
     (["run", "--set", "batch_sise=3", __file__], "there is no setting named 'batch_sise'"),
+    (["run", "--set", "lr=fast", __file__], "lr is 'fast', which is not a number"),
+    (["run", "--set", "duration=2", __file__], "cannot read the duration '2'"),
+    (["run", "--set", "mine.yaml", __file__], "there is no file 'mine.yaml'"),
     (["run", "--env", "NAME", __file__], "'NAME' has no value here"),
     (["run", "--on", "mars", __file__], "there is no target named 'mars'"),
     (["run", "-m", "--no-python", "x"], "exclude each other"),
@@ -101,6 +114,17 @@ def test_exit_code_of_each_kind_of_end(error: BaseException, code: int) -> None:
 def test_fault_of_our_own_is_seen_whole() -> None:
     with pytest.raises(ZeroDivisionError):
         exit_code_of(ZeroDivisionError())
+
+
+def test_workers_that_crowd_a_machine_are_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    Path("train.py").write_text("")
+    for workers, is_crowd in ((8, False), (64, True)):
+        assert main(["run", "--dry-run", "--workers", str(workers), "train.py"]) == 0
+        assert (f"{workers} workers share the 2 cores of this machine" in capsys.readouterr().err) == is_crowd
 
 
 def test_what_follows_the_script_belongs_to_the_script(

@@ -73,3 +73,14 @@ def test_line_follows_what_is_awaited_and_ends_with_the_first_word() -> None:
     beginning.await_workers(4)
     assert len(shown.fields) == reported, "a host that comes later does not bring it back"
     assert shown.due == []
+
+
+def test_workers_that_were_asked_to_end_are_not_said_to_start() -> None:
+    shown = Shown()
+    beginning = Beginning(shown, shown.after)
+    beginning.await_end()
+    assert shown.due == [], "nothing was awaited, so there is no line"
+    beginning.await_workers(2)
+    beginning.await_end()
+    shown.tick()
+    assert shown.fields[-1]["awaited"] == "ending the workers"

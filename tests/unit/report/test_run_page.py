@@ -52,6 +52,10 @@ def test_page_tells_everything_and_fetches_nothing(tmp_path: Path) -> None:
     assert "rank 0 alone" not in words
 
 
+def test_browser_is_asked_not_to_darken_a_page_whose_axes_would_vanish(tmp_path: Path) -> None:
+    assert "color-scheme: only light" in run_page(read_run(make_run(tmp_path / "run").path))
+
+
 def test_record_is_read_once_for_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path)
     stream, read = metrics.stream, list[Path]()

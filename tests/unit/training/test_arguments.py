@@ -92,6 +92,26 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, …)",
     ),
     "metrics without names": (lambda: trainer(metrics=[1]), "metrics is a list", 'metrics={"accuracy"'),
+    "no model": (lambda: trainer(model=None), "the model is None", "model=lambda: ConvNet()"),
+    "the name of a model": (lambda: trainer(model="resnet18"), "model is a str", "model=lambda: ConvNet()"),
+    "the name of a loss": (lambda: trainer(loss="cross_entropy"), "loss is a str", "nn.CrossEntropyLoss()"),
+    "the name of an optimizer": (lambda: trainer(optimizer="adam"), "optimizer is a str", "torch.optim.AdamW(params"),
+    "early stopping as a callback": (
+        lambda: trainer(callbacks=[mh.EarlyStopping("loss")]),
+        "a callback is a EarlyStopping",
+        'early_stopping=mh.EarlyStopping("loss")',
+    ),
+    "early stopping as the callbacks": (
+        lambda: trainer(callbacks=mh.EarlyStopping("loss")),
+        "callbacks is one EarlyStopping, no list",
+        'early_stopping=mh.EarlyStopping("loss")',
+    ),
+    "the path of the samples": (lambda: mh.Data("photos/"), "the train set is a str", "ImageFolder"),  # type: ignore[arg-type]  # the slip
+    "inputs and targets in a tuple": (
+        lambda: mh.Data((torch.randn(8, 3), torch.randn(8, 1))),  # type: ignore[arg-type]  # the slip
+        "the train set is a tuple, and not one of samples",
+        "train=TensorDataset(inputs, targets)",
+    ),
     "a listener by itself": (lambda: trainer(listeners=print), "listeners is a function", "[function]"),
     "a step that is none": (lambda: trainer(loss=None, step=3), "step is a int", "a function"),
     "offload": (

@@ -45,6 +45,11 @@ class Beginning:
         """All hosts are here; `count` workers start, and the script is imported."""
         self._show("starting the script" if count == 1 else f"starting {count} workers")
 
+    def await_end(self) -> None:
+        """The workers were asked to end before there was a word of theirs."""
+        if self._awaited:
+            self._awaited = "ending the workers"
+
     def end(self) -> None:
         """There was a first word."""
         if not self._over:

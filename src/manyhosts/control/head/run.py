@@ -204,10 +204,14 @@ class Head:
             state.display.warn(f"manyhosts: resume with: {command}")
         return state.result or 0
 
+    def _interrupt(self, number: signal.Signals) -> None:
+        self._failure_policy.interrupt(number)
+        self._news.beginning.await_end()
+
     def _listen_to_clocks_and_signals(self) -> None:
         loop = self._state.loop
         with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
-            loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._failure_policy.interrupt)
+            loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._interrupt)
         loop.every(run_lock.BEAT_S, self._hold.check)
         if self._state.can_be_taken_over:
             loop.every(run_lock.BEAT_S, self._record.beat)
@@ -359,7 +363,7 @@ class Head:
             case protocol.AskStore():
                 self._worker_group.take_question(node, message)
             case protocol.Asked() if not self._state.interrupted:
-                self._failure_policy.interrupt(signal.Signals(message.signal))
+                self._interrupt(signal.Signals(message.signal))
             case protocol.Condition() | protocol.ConnectionsTried() | protocol.Connectivity():
                 self._precheck.hear(node, message)
                 if self._newcomers is not None:

@@ -413,6 +413,12 @@ def make_optimizer(
     Raises:
         ConfigError: `make` gave something else, or an optimizer of other parameters than those.
     """
+    if not callable(make) and not isinstance(make, Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(make).__name__}, which cannot be called",
+            where="mh.Trainer(optimizer=…)",
+            fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
     if isinstance(make, Optimizer):
         kind = type(make).__name__
         raise ConfigError(

@@ -30,6 +30,10 @@ from manyhosts.snapshot.tensors import can_keep, dtype_name
 R = TypeVar("R", Best, EarlyStopping)
 Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
+_TO_CALL = {
+    "model": "a module, or a function that makes one: model=lambda: ConvNet()",
+    "loss": "a function of outputs and targets: loss=nn.CrossEntropyLoss()",
+}
 
 
 def check_is_main() -> None:
@@ -91,18 +95,24 @@ def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, m
             if type(metrics).__name__ == "MetricCollection"
             else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
         )
-    for name, function in (("step", step), ("schedule", schedule)):
-        if function is not None and not callable(function):
-            raise ConfigError(
-                f"{name} is a {type(function).__name__}, which cannot be called",
-                where=f"mh.Trainer({name}=…)",
-                fix="give a function",
-            )
+    _see_that_called(model=model, loss=loss, step=step, schedule=schedule)
     if callable(listeners) or not isinstance(listeners, Iterable) or not all(callable(each) for each in listeners):
         kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(
             f"listeners is {kind}", where="mh.Trainer(listeners=…)", fix="write listeners=[function], a list"
         )
+
+
+def _see_that_called(*, model: Any, **others: Any) -> None:
+    if model is None:
+        raise ConfigError("the model is None", where="mh.Trainer(model=…)", fix=f"give {_TO_CALL['model']}")
+    for name, function in {"model": model, **others}.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} is a {type(function).__name__}, which cannot be called",
+                where=f"mh.Trainer({name}=…)",
+                fix=f"give {_TO_CALL.get(name, 'a function')}",
+            )
 
 
 def with_direction(settings: Settings, data: Data, metrics: Mapping[str, Any]) -> Settings:

@@ -23,6 +23,9 @@ INSIDE = 0.9
 _ALWAYS = 0.03
 """That the logarithm of a step is uncertain by, also where every figure of a plan is sure: no model is the thing."""
 
+_MOST = 0.25
+"""What the deviation of one figure counts for at most: a median of many is not as unsure as each of them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
@@ -66,9 +69,9 @@ def uncertain(measured: Measured, group: Group, compression: str, seconds: Calla
     of_messages = max((network.spread for network in networks), default=0.0)
     base = seconds(measured, group)
     worse = (
-        seconds(measured.slower(compute=1 + of_passes), group),
-        seconds(measured, group.slower(1 + of_messages)),
-        seconds(measured.slower(communication=1 + (0.0 if way is None else way.spread)), group),
+        seconds(measured.slower(compute=1 + min(of_passes, _MOST)), group),
+        seconds(measured, group.slower(1 + min(of_messages, _MOST))),
+        seconds(measured.slower(communication=1 + (0.0 if way is None else min(way.spread, _MOST))), group),
     )
     return math.hypot(_ALWAYS, *(math.log(each / base) for each in worse))
 

@@ -20,8 +20,9 @@ from manyhosts.records.whole_file import read_json
 
 INSIDE = 0.9
 """Of measured steps."""
-_ALWAYS = 0.03
-"""That the logarithm of a step is uncertain by, also where every figure of a plan is sure: no model is the thing."""
+_ALWAYS = 0.1
+"""That the logarithm of a step is uncertain by, also where every figure of a plan is sure: no model is the thing. How
+much it is decides only which intervals are the wider ones; with this the record's are narrowest in the middle."""
 
 _MOST = 0.25
 """What the deviation of one figure counts for at most: a median of many is not as unsure as each of them."""

@@ -163,7 +163,7 @@ def _of_computing(large: Size, asked: Asked) -> str:
 
 
 def _of_slowest(large: Size) -> str:
-    """Whether one worker is slow in every step, or all of them pause now and then and each step waits for the longest."""
+    """Whether one worker is slow in every step, or all pause now and then and each step waits for the longest."""
     runs = [row.measured.spent for row in large.rows if row.measured and row.measured.spent.slowest]
     if not runs:
         return "manyhosts doctor looks for a worker that is slower than the others"
@@ -173,9 +173,9 @@ def _of_slowest(large: Size) -> str:
     if share >= _ONE_IS_SLOW:
         return f"It is {name}, all the time ({_percent(share)} of it): manyhosts doctor looks for the reason"
     return (
-        f"No worker is slow all the time (the slowest, {name}, explains {_percent(share)} of it): pauses come on all in "
-        "turn, and each step waits for the longest. Look for what else runs on every host; a larger batch_size has fewer "
-        "steps that wait, and strategy=local-sgd waits less often"
+        f"No worker is slow all the time (the slowest, {name}, explains {_percent(share)} of it): pauses come on all "
+        "in turn, and each step waits for the longest. Look for what else runs on every host; a larger batch_size has "
+        "fewer steps that wait, and strategy=local-sgd waits less often"
     )
 
 
@@ -264,7 +264,7 @@ def _how_far(law: Fit, group: Sequence[Size]) -> tuple[int, int | None, str]:
 
 
 def _cost(small: Size, large: Size, price: float) -> dict[str, float] | None:
-    """What an epoch costs at both ends, and the lowest loss that both reach; and each hour that is saved between them."""
+    """What an epoch and the lowest loss that both reach cost at both ends, and each hour that is saved."""
     before, now = small.epoch_seconds, large.epoch_seconds
     if before is None or now is None:
         return None

@@ -35,7 +35,7 @@ def test_step_is_inside_its_range_and_the_range_is_told() -> None:
 
 def test_messages_that_differ_widen_it_and_only_where_they_are_waited_for() -> None:
     uneven = replace(SLOW, spread=0.3)
-    assert predicted(network=uneven).deviation > 2 * predicted().deviation
+    assert predicted(network=uneven).deviation > 1.5 * predicted().deviation
     fast = Network(latency_s=1e-9, bytes_per_second=1e15)
     assert predicted(network=replace(fast, spread=0.3)).deviation == pytest.approx(predicted(network=fast).deviation)
 
@@ -59,7 +59,7 @@ def test_workers_that_take_unlike_from_each_other_widen_it_on_one_machine() -> N
     uneven = replace(MEASURED, contention_spread=0.4)
     [alone, two] = predictions(uneven, machines(1, 2), [(1, 1), (1, 2)], ways(uneven, DDP())[:1])
     [_, steady] = predictions(MEASURED, machines(1, 2), [(1, 1), (1, 2)], ways(MEASURED, DDP())[:1])
-    assert two.deviation > 2 * steady.deviation
+    assert two.deviation > 1.5 * steady.deviation
     assert alone.deviation < two.deviation
 
 

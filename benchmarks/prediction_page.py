@@ -77,13 +77,19 @@ def read(record: Path, place: Callable[[Line], Any]) -> tuple[list[Line], dict[A
 
 
 def page(rows: Sequence[Row], head: Sequence[str], *, title: str, about: str, began: str, found: str = "") -> str:
+    """What was found on this machine just now, as a page; see `page_of`."""
+    where = f"{describe(Path(sys.executable), ['torch'])}\n{began}"
+    return page_of(rows, head, title=title, about=about, where=where, found=found)
+
+
+def page_of(rows: Sequence[Row], head: Sequence[str], *, title: str, about: str, where: str, found: str = "") -> str:
     """What was found, as a page: `head` names the columns of labels, `found` is said behind how far off steps are.
 
-    `about`: the text of the benchmark's file, whose third paragraph says what was done.
+    `about`: the text of the benchmark's file, whose third paragraph says what was done. `where`: the machine, when, of
+    what, and how busy it was.
     """
     errors = [abs(row.off) for row in rows]
-    text = [f"# {title}", "", about.split("\n\n")[2].replace("\n", " "), ""]
-    text += [describe(Path(sys.executable), ["torch"]), began, ""]
+    text = [f"# {title}", "", about.split("\n\n")[2].replace("\n", " "), "", where, ""]
     text += [
         f"**Steps are off by {100 * statistics.median(errors):.1f} % (median of {len(errors)}), at worst by "
         f"{100 * max(errors):.1f} %.{found}",

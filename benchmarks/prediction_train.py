@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,15 +103,15 @@ def make_trainer(name: str, compression: str) -> mh.Trainer:
     )
 
 
-def main() -> None:
-    torch.set_num_threads(
-        1
-    )  # two threads that wait for each other on a busy machine take longer than what they compute
+def train_each(make: Callable[[str, str], mh.Trainer]) -> None:
+    """Train each kind with each compression that the command line names, and tell the seconds of their steps."""
+    # Two threads that wait for each other on a busy machine take longer than what they compute.
+    torch.set_num_threads(1)
     names, compressions = (words.split(",") for words in sys.argv[1:3])
     steps = int(os.environ.get("STEPS", "12"))
     for name in names:
         for compression in compressions:
-            trainer = make_trainer(name, compression)
+            trainer = make(name, compression)
             result = trainer.fit(f"{steps} steps")
             if trainer.is_main:
                 lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train_each(make_trainer)

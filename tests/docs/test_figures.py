@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -191,9 +192,16 @@ def test_figure_that_is_not_in_its_record_would_be_found() -> None:
     assert nodes("ddp")[0] == 0.90 != published()[0]
 
 
-def test_plan_says_at_its_head_how_far_plans_have_been_off() -> None:
-    from manyhosts.cli.plan_screen import PAST_ERROR
-
-    (median, _, worst), (of_sharded, _, worst_sharded) = off_by("prediction.md"), off_by("prediction_sharded.md")
-    assert f"{of_sharded} % (median), at worst {worst_sharded} %, for a model that computes for real" in PAST_ERROR
-    assert f"{median} % and {worst} % where only exchanges had to be known" in PAST_ERROR
+def test_what_plan_says_of_its_past_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    made = importlib.import_module("held_out")
+    try:
+        _, plans, trained = made.read(made.RECORD, lambda line: (line["kind"], line["link"]))
+        expected = made.past(made.compared(trained, plans))
+    finally:
+        for name in ("held_out", "held_out_train", "prediction_train", "prediction_page", "machine"):
+            sys.modules.pop(name, None)
+    assert json.loads(made.PAST.read_text()) == expected, "python benchmarks/held_out.py --page"
+    (median, count, worst) = off_by("held_out.md")
+    assert (100 * expected["median"], 100 * expected["worst"]) == pytest.approx((float(median), float(worst)), abs=0.06)
+    assert expected["steps"] == int(count)

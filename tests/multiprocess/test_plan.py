@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -62,6 +63,8 @@ Path("after").touch()
     assert facts.validation_s_per_sample > 0
     assert facts.update_s > 0
     assert facts.loader_processes == 0
+    if sys.platform == "linux":
+        assert 20e6 < facts.process_bytes < 2e9, "interpreter and torch, partly shared with what it was forked from"
     assert facts.device == "cpu"
     assert {"bf16", "fp16"} <= facts.compression.keys() or facts.compression.keys() == {"fp16"}
     assert found.strategy["name"] == "ddp"

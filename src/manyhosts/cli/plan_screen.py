@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from manyhosts.listeners.paint import paint, writable
 from manyhosts.planner import fit
+from manyhosts.planner.interval import past
 from manyhosts.planner.recommend import SAME_STEPS
 from manyhosts.units import bytes_in_words, seconds_in_words
 
@@ -22,11 +23,6 @@ _ALIKE = 1.02
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
 """Those that a plan measures, the least lossy first, as far as its time allows."""
-PAST_ERROR = (
-    "How far plans have been off: 10.5 % (median), at worst 14.8 %, for a model that computes for real; 1.1 % and "
-    "15.1 % where only exchanges had to be known. Models of other kinds have been off by up to 50 %: study measures."
-)
-"""Read from the records of benchmarks, but for the last figure."""
 
 
 def print_plan(plan: Plan, stream: TextIO, *, everything: bool) -> None:
@@ -35,7 +31,7 @@ def print_plan(plan: Plan, stream: TextIO, *, everything: bool) -> None:
     def title(text: str) -> str:
         return paint(text, "bold") if stream.isatty() else text
 
-    lines = [*_wrapped([PAST_ERROR]), "", title("measured"), *_wrapped(_measured(plan)), ""]
+    lines = [*_wrapped([f"{past()} A study measures."]), "", title("measured"), *_wrapped(_measured(plan)), ""]
     for kind in plan.machines:
         own = [each for each in plan.predictions if each.machines == kind.name]
         shown = own if everything else worth_a_look(own)
@@ -70,9 +66,9 @@ def table(found: Sequence[Prediction]) -> list[str]:
         "workers",
         "how",
         "step",
+        "9 of 10 in",
         "epoch",
         "effic.",
-        "exposed",
         "memory",
         *(["price"] if priced else []),
     ]
@@ -103,9 +99,9 @@ def _row(each: Prediction, *, priced: bool) -> list[str]:
         str(each.workers),
         _how(each) + ("" if each.fits else " *"),
         _time(each.step.seconds),
+        _range(*each.step_range),
         _time(each.epoch_seconds),
         f"{100 * each.efficiency:.0f} %",
-        f"{100 * each.step.communication_exposed / each.step.seconds:.0f} %",
         bytes_in_words(each.memory.total),
     ]
     return [*row, "" if each.price is None else f"{each.price:.3g}"] if priced else row
@@ -113,6 +109,13 @@ def _row(each: Prediction, *, priced: bool) -> list[str]:
 
 def _time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else seconds_in_words(seconds)
+
+
+def _range(low: float, high: float) -> str:
+    """Two digits of both, in the unit of the larger one: `31-45 ms`."""
+    unit, times = ("ms", 1000.0) if high < 1 else ("s", 1.0)
+    first, last = (float(f"{times * seconds:.2g}") for seconds in (low, high))
+    return f"{first:g}-{last:g} {unit}"
 
 
 def _measured(plan: Plan) -> Iterable[str]:

@@ -66,6 +66,8 @@ def print_study(study: Study, stream: TextIO) -> None:
             ("lost of the ideal speed, in percent", columns.lost(study)),
         ):
             lines += [title(name), *in_columns(table), ""]
+        if note := columns.note_on_lost(study):
+            lines[-1:] = [f"  {note}", ""]
     for point, reason in columns.failures(study):
         lines += [title(f"failed, or not run: {point}"), *(f"  {line}" for line in reason.splitlines()), ""]
     for paragraph in study.verdict().split("\n\n"):

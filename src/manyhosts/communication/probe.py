@@ -29,6 +29,8 @@ class Network:
     """Of one exchange of next to nothing."""
     bandwidth: float
     """Bytes that each worker sends in a second of an exchange that is large."""
+    spread: float = 0.0
+    """Standard deviation of what large exchanges took, over itself."""
 
     def seconds(self, sent: float, exchanges: int = 1) -> float:
         """How long `exchanges` take in which a worker sends `sent` bytes in all."""
@@ -51,15 +53,17 @@ def probe(world: World, *, seconds: float = 1.0) -> Network:
     count = 1 << 14
     while True:
         # The middle of three: a network that starts slowly, or a neighbour that breathes, must not decide.
-        elapsed = world.agree(statistics.median(_timed(world, count) for _ in range(3)))
+        times = [_timed(world, count) for _ in range(3)]
+        elapsed = world.agree(statistics.median(times))
         if 3 * 4 * elapsed > seconds or 4 * 4 * count > _MOST_BYTES:
             break
         count *= 4
     latency = min(world.agree(latency), elapsed / 2)
+    spread = world.agree(statistics.pstdev(times) / elapsed)
     bandwidth = volume.all_reduce_bytes(4 * count, world.size) / (elapsed - latency)
     world.bytes_sent, world.exposed_s = sent, exposed  # nothing of a step
     world.take_waits()
-    return Network(latency, bandwidth)
+    return Network(latency, bandwidth, spread)
 
 
 def _timed(world: World, count: int) -> float:

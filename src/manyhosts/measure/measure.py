@@ -141,12 +141,14 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         whole=reported["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
     )
     contention: dict[int, float] = {}
+    spreads = [0.0]
     of_hosts: dict[int, float] = {}
     within = across = None
     sharing = 1
     for count in _tried(asked, measured, reported["devices"]):
         said = start(together, 1, count).of("together", asked.script)
         contention[count] = _slower(said, measured, at_once=count)
+        spreads.append(said["pass_spread_s"] / said["pass_s"])
         # What its workers share is what all of them send at once.
         within = _network(said, senders=count)
     if between and max(asked.nodes) > 1:
@@ -155,10 +157,12 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         sharing = said["of_one_machine"]
         if sharing > 1:
             of_hosts[sharing] = _slower(said, measured, at_once=sharing)
+            spreads.append(said["pass_spread_s"] / said["pass_s"])
     measured = replace(
         measured,
         contention={count: times for count, times in contention.items() if times},
         contention_of_hosts={count: times for count, times in of_hosts.items() if times},
+        contention_spread=max(spreads),
     )
     return Found(
         measured=measured, strategy=reported["strategy"], within=within, between=across, hosts_per_machine=sharing
@@ -182,6 +186,7 @@ def _network(said: Mapping[str, Any], *, senders: int = 1) -> Network:
         bytes_per_second=senders * said["bandwidth"],
         processor_s_per_message=said["processor_s_per_message"],
         processor_s_per_byte=said["processor_s_per_byte"],
+        spread=said["spread"],
     )
 
 

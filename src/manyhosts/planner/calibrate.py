@@ -20,7 +20,7 @@ from typing import Any
 from manyhosts.errors import ConfigError
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.group import Group
-from manyhosts.planner.measured import Compute, Measured, Network
+from manyhosts.planner.measured import Measured, Network
 from manyhosts.planner.predict import Way
 from manyhosts.records.whole_file import read_json, write_json_whole
 
@@ -53,40 +53,16 @@ class Calibration:
     worst_after: float | None = None
 
     def measured(self, measured: Measured) -> Measured:
-        """What was measured, as slow as the factor says."""
-        return replace(
-            measured,
-            compute=tuple(_slower(each, self.compute) for each in measured.compute),
-            update_s=measured.update_s * self.compute,
-            step_other_s=measured.step_other_s * self.compute,
-            validation_s_per_sample=measured.validation_s_per_sample * self.compute,
-            compression={
-                name: replace(
-                    each,
-                    arithmetic_s=each.arithmetic_s * self.communication,
-                    processor_s=each.processor_s * self.communication,
-                )
-                for name, each in measured.compression.items()
-            },
-            copy_s_per_byte=measured.copy_s_per_byte * self.communication,
-        )
-
-    def network(self, network: Network) -> Network:
-        """A network as slow as the factor says."""
-        return Network(
-            latency_s=network.latency_s * self.communication,
-            bytes_per_second=network.bytes_per_second / self.communication,
-            processor_s_per_message=network.processor_s_per_message * self.communication,
-            processor_s_per_byte=network.processor_s_per_byte * self.communication,
-        )
-
-    def group(self, group: Group) -> Group:
-        """A group whose networks are as slow as the factor says."""
-        return replace(group, between=self.network(group.between), within=self.network(group.within))
+        """What was measured, as slow as the factors say."""
+        return measured.slower(compute=self.compute, communication=self.communication)
 
     def machines(self, machines: Machines) -> Machines:
         """Machines whose networks are as slow as the factor says."""
-        return replace(machines, between=self.network(machines.between), within=self.network(machines.within))
+        return replace(
+            machines,
+            between=machines.between.slower(self.communication),
+            within=machines.within.slower(self.communication),
+        )
 
     def __str__(self) -> str:
         text = (
@@ -118,12 +94,6 @@ class Calibration:
             fix = "make it again: manyhosts plan --calibrate STUDY"
             raise ConfigError(f"{NAME} holds something else", where=str(folder), fix=fix)
         return cls(**found)
-
-
-def _slower(each: Compute, factor: float) -> Compute:
-    return replace(
-        each, forward_s=each.forward_s * factor, backward_s=each.backward_s * factor, spread_s=each.spread_s * factor
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +176,7 @@ def calibrate(measured: Measured, runs: Sequence[Run]) -> Calibration:
 
 def step_seconds(measured: Measured, run: Run, by: Calibration) -> float:
     """What the model says of a run's step."""
-    return run.way.model.step(by.measured(measured), by.group(run.group)).seconds
+    return run.way.model.step(by.measured(measured), run.group.slower(by.communication)).seconds
 
 
 def _error(measured: Measured, run: Run, by: Calibration) -> float:

@@ -125,9 +125,12 @@ def workers_that_would_do(training: Training, now: int, left: int) -> int | None
 
 def table(rows: Iterable[tuple[str, Memory]]) -> list[str]:
     """What a worker holds in each of several ways, a line for each, after one of headings."""
-    head = ["how", "parameters", "gradients", "optimizer", "activations", "other", "in all"]
-    lines = [head, *([name, *map(bytes_in_words, _columns(memory))] for name, memory in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    head = ["how", "weights", "gradients", "optimizer", "activations", "other", "process", "in all"]
+    known = list(rows)
+    lines = [head, *([name, *map(bytes_in_words, _columns(memory))] for name, memory in known)]
+    if not any(memory.process for _, memory in known):  # it is not known, or counted before
+        lines = [[*line[:-2], line[-1]] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         " ".join(
             [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
@@ -137,7 +140,15 @@ def table(rows: Iterable[tuple[str, Memory]]) -> list[str]:
 
 
 def _columns(memory: Memory) -> tuple[int, ...]:
-    return memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.other, memory.total
+    return (
+        memory.parameters,
+        memory.gradients,
+        memory.optimizer,
+        memory.activations,
+        memory.other,
+        memory.process,
+        memory.total,
+    )
 
 
 def in_one_line(memory: Memory) -> str:

@@ -6,7 +6,7 @@ narrowest place: a machine's connection in one direction, or the memory that the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhosts.planner.measured import Network
 
@@ -85,6 +85,10 @@ class Group:
             nodes=nodes, workers_per_node=workers_per_node, between=self.between, within=self.within,
             speed=self.speed, cores=self.cores, hosts_per_machine=self.hosts_per_machine,
         )  # fmt: skip
+
+    def slower(self, times: float) -> Group:
+        """The same, on networks on which everything takes so many times as long."""
+        return replace(self, between=self.between.slower(times), within=self.within.slower(times))
 
     def _ring(self, rounds: int, passed_on: float) -> float:
         """Seconds of `rounds` in each of which every worker passes `passed_on` bytes on to the next one."""

@@ -9,7 +9,7 @@ import math
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from manyhosts.errors import ConfigError
@@ -55,6 +55,8 @@ class Compression:
     """What each worker sends to every other one: `W-1` times."""
     exchanges: int
     """Collectives in a step."""
+    spread: float = 0.0
+    """Standard deviation of the arithmetic, over itself. 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +92,8 @@ class Network:
     """That a message keeps a core of its sender busy, to send one and to take one in. 0: not known."""
     processor_s_per_byte: float = 0.0
     """The same for each byte."""
+    spread: float = 0.0
+    """Standard deviation of what messages took, over itself. 0: not known."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -114,6 +118,16 @@ class Network:
         return cls(
             latency_s=_LATENCY_S if latency is None else float(latency) * _SECONDS[found["scale"]],
             bytes_per_second=size if found["unit"] == "B" else size / 8,
+        )
+
+    def slower(self, times: float) -> Network:
+        """One on which everything takes so many times as long."""
+        return replace(
+            self,
+            latency_s=self.latency_s * times,
+            bytes_per_second=self.bytes_per_second / times,
+            processor_s_per_message=self.processor_s_per_message * times,
+            processor_s_per_byte=self.processor_s_per_byte * times,
         )
 
     def __str__(self) -> str:
@@ -189,6 +203,11 @@ class Measured:
     """Workers at once on this machine → how many times as long compute takes as for one alone, where measured."""
     contention_of_hosts: Mapping[int, float] = field(default_factory=dict)
     """The same for workers of hosts that are one machine, each alone on its host."""
+    contention_spread: float = 0.0
+    """Standard deviation of what passes of workers at once took, over itself. 0: not known."""
+    process_bytes: int = 0
+    """Memory of a worker's process beside its tensors: the interpreter, torch, the data set, loader processes; what is
+    shared with others by its share. 0: not known, or of a device beside which the host computes."""
     compression: Mapping[str, Compression] = field(default_factory=dict)
     """By name; `none` needs no entry."""
 
@@ -223,6 +242,33 @@ class Measured:
                 where="buckets",
                 fix=_AGAIN,
             )
+
+    def slower(self, *, compute: float = 1.0, communication: float = 1.0) -> Measured:
+        """The same, where computing, and what a worker computes for exchanges, takes so many times as long."""
+        return replace(
+            self,
+            compute=tuple(
+                replace(
+                    each,
+                    forward_s=each.forward_s * compute,
+                    backward_s=each.backward_s * compute,
+                    spread_s=each.spread_s * compute,
+                )
+                for each in self.compute
+            ),
+            update_s=self.update_s * compute,
+            step_other_s=self.step_other_s * compute,
+            validation_s_per_sample=self.validation_s_per_sample * compute,
+            compression={
+                name: replace(
+                    each,
+                    arithmetic_s=each.arithmetic_s * communication,
+                    processor_s=each.processor_s * communication,
+                )
+                for name, each in self.compression.items()
+            },
+            copy_s_per_byte=self.copy_s_per_byte * communication,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`."""

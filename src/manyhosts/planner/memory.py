@@ -25,6 +25,8 @@ class Memory:
     written from."""
     apart: int = 0
     """Of all these, what is not there when most is held."""
+    process: int = 0
+    """What its process has beside the tensors of the training."""
 
     @property
     def other(self) -> int:

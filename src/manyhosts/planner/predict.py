@@ -11,6 +11,7 @@ from manyhosts.config.strategies import DDP, Single, Strategy, cutting
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.compute import batch_of, slowdown
 from manyhosts.planner.group import Group
+from manyhosts.planner.interval import interval, uncertain
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.memory import Memory
 from manyhosts.planner.step import Step
@@ -59,6 +60,13 @@ class Prediction:
     """Of an epoch; None where no price is known."""
     why_not: str = ""
     """Why it cannot be done; empty where it can."""
+    deviation: float = 0.0
+    """That the logarithm of the step is uncertain by, from what was uncertain in what was measured."""
+
+    @property
+    def step_range(self) -> tuple[float, float]:
+        """Seconds that nine of ten steps like this one are expected between."""
+        return interval(self.step.seconds, self.deviation)
 
     def lost(self) -> dict[str, float]:
         """The seconds of a step that more workers do not shrink, by cause."""
@@ -85,6 +93,7 @@ class Prediction:
             "compression": self.compression,
             "setting": self.setting,
             "step_seconds": self.step.seconds,
+            "step_seconds_range": list(self.step_range),
             "epoch_seconds": self.epoch_seconds,
             "efficiency": self.efficiency,
             "communication_exposed": self.step.communication_exposed,
@@ -150,7 +159,7 @@ def predict(measured: Measured, machines: Machines, group: Group, way: Way) -> P
     epoch = epoch_seconds(measured, group, way.model)
     single = way.model if way.strategy == VIRTUAL else _way(Single()).model
     alone = epoch_seconds(measured, machines.group(1, 1), single)
-    memory = way.model.memory(measured, group)
+    memory = replace(way.model.memory(measured, group), process=measured.process_bytes)
     step = way.model.step(measured, group)
     share = 1 if measured.batch_grows else group.workers
     return Prediction(
@@ -167,6 +176,7 @@ def predict(measured: Measured, machines: Machines, group: Group, way: Way) -> P
         memory=memory,
         price=None if machines.price is None else group.nodes * machines.price * epoch / 3600,
         why_not=_why_not(measured, machines, group, memory, way),
+        deviation=uncertain(measured, group, way.compression, lambda *worse: way.model.step(*worse).seconds),
     )
 
 

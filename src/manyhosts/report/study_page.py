@@ -23,7 +23,7 @@ def study_page(study: Study) -> str:
         sections += [
             Section("Plots", _plots(study)),
             Section("Speed", table(columns.speed(study))),
-            Section("Lost of the ideal speed, in percent", table(columns.lost(study))),
+            Section("Lost of the ideal speed, in percent", table(columns.lost(study)) + _note(study)),
             Section("What was learned", table(columns.results(study))),
             Section("Laws of scaling", table(columns.laws(study))),
         ]
@@ -35,6 +35,11 @@ def study_page(study: Study) -> str:
     count = len(study.rows)
     under = amount(count, "run") + (f", {len(failed)} of them failed or not run" if failed else "")
     return page(f"How {study.asked.script.rpartition('/')[2]} scales", under, sections)
+
+
+def _note(study: Study) -> str:
+    note = columns.note_on_lost(study)
+    return paragraphs([note]) if note else ""
 
 
 def _plots(study: Study) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from manyhosts.study.rows import Row, Size, samples_per_second
+from manyhosts.study.rows import Row, Size, loss_that_all_reached, samples_per_second
 from manyhosts.study.study import Study
 from manyhosts.study.times import CAUSES
 from manyhosts.units import bytes_in_words, seconds_in_words
@@ -94,9 +94,18 @@ def lost(study: Study) -> Table:
     return table
 
 
+def note_on_lost(study: Study) -> str:
+    """What negative shares are, where there are some that can be seen; else empty."""
+    if all(share > -0.0005 for size in _sizes(study) for share in size.causes.values()):
+        return ""
+    return (
+        "Negative: less than an even share of what the smallest size spent on it, so a gain; the others add up to more."
+    )
+
+
 def laws(study: Study) -> Table:
     """The laws that were fitted, with their coefficients."""
-    table = [["law", *study.asked.vary, "coefficient", "value", "95 % between", "error"]]
+    table = [["law", *study.asked.varied, "coefficient", "value", "95 % between", "error"]]
     for values, found in study.fits().items():
         for law, fit in found.items():
             for name, value in fit.coefficients.items():
@@ -104,13 +113,6 @@ def laws(study: Study) -> Table:
                 between = "too few sizes" if ends is None else f"{ends[0]:.4f} … {ends[1]:.4f}"
                 table.append([law, *_values(study, values), name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"])
     return table
-
-
-def loss_that_all_reached(rows: Sequence[Row]) -> float | None:
-    """The lowest validation loss that every point has come down to; None where one has none."""
-    losses = [row.measured.spent.lowest_loss() for row in rows if row.measured]
-    known = [loss for loss in losses if loss is not None]
-    return max(known) if known and len(known) == len(losses) else None
 
 
 def failures(study: Study) -> list[tuple[str, str]]:
@@ -123,7 +125,7 @@ def _sizes(study: Study) -> list[Size]:
 
 
 def _head(study: Study) -> list[str]:
-    return ["workers", *(["nodes"] if study.asked.nodes else []), *study.asked.vary]
+    return ["workers", *(["nodes"] if study.asked.nodes else []), *study.asked.varied]
 
 
 def _named(row: Row, study: Study) -> list[str]:
@@ -133,7 +135,7 @@ def _named(row: Row, study: Study) -> list[str]:
 
 def _values(study: Study, varied: Sequence[tuple[str, str]]) -> list[str]:
     """Of each setting that is varied; a variant may be without one that its strategy lacks."""
-    return [dict(varied).get(key, NOTHING) for key in study.asked.vary]
+    return [dict(varied).get(key, NOTHING) for key in study.asked.varied]
 
 
 def _mean(values: Sequence[float | None], form: str | Callable[[float], str]) -> str:

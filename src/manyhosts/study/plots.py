@@ -16,6 +16,7 @@ from typing import Any
 
 from manyhosts.study.columns import COLOURS, SHORT
 from manyhosts.study.fits import best
+from manyhosts.study.points import WEAK
 from manyhosts.study.rows import Size
 from manyhosts.study.study import Study, title_of
 from manyhosts.study.times import CAUSES
@@ -127,7 +128,9 @@ def _pictures(study: Study) -> list[tuple[str, str, Callable[[Any], None]]]:
 
 def _name(varied: Sequence[tuple[str, str]], study: Study) -> str:
     """Of a variant; where several settings are varied their values alone, for tables say of what."""
-    return title_of(varied) if len(study.asked.vary) < 2 else ", ".join(value for _, value in varied)
+    if len(study.asked.varied) < 2:
+        return title_of(varied)
+    return ", ".join(f"{value} a worker" if key == WEAK else value for key, value in varied)
 
 
 def _epoch_time(axes: Any, groups: Mapping[str, Sequence[Size]]) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from manyhosts.config.overrides import lacks
 
+WEAK = "batch_size_per_worker"
+"""The setting of weak scaling, in which the batch grows with the workers."""
 MOST_POINTS = 1000
 """Nobody waits for more; whoever asks for them has made a slip."""
 
@@ -40,6 +42,11 @@ class Asked:
     """Samples a worker, with which each variant is tried once more: then the batch grows with the workers."""
 
     @property
+    def varied(self) -> tuple[str, ...]:
+        """The settings that tell one variant from another."""
+        return (*self.vary, *(() if self.weak is None else (WEAK,)))
+
+    @property
     def is_here(self) -> bool:
         """Whether every run is on this machine."""
         return not self.hosts and not {"--on", "--cluster"} & set(self.where)
@@ -52,7 +59,7 @@ class Asked:
             strategy = varied.get("strategy", self.settings.get("strategy", ""))
             found.append(tuple((key, value) for key, value in varied.items() if not lacks(strategy, key)))
         if self.weak is not None:
-            found += [(*each, ("batch_size_per_worker", str(self.weak))) for each in found]
+            found += [(*each, (WEAK, str(self.weak))) for each in found]
         return list(dict.fromkeys(found))
 
     def points(self) -> list[Point]:

@@ -16,13 +16,13 @@ from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.study import fits, plots
+from manyhosts.study.points import WEAK
 from manyhosts.study.rows import Size, samples_per_second
 from manyhosts.study.study import Study
 from manyhosts.units import Duration
 
 FEWEST_STEPS = 100
 """Of a point, without which a centre does not take it for a measurement."""
-WEAK = "batch_size_per_worker"
 _DRAWS = 200
 _FEWEST_SIZES, _LARGEST_ERROR = 3, 0.1
 """Without so many sizes, or with a law that is farther off on average, nothing is extrapolated."""

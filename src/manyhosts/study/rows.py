@@ -200,3 +200,10 @@ def sizes(rows: Sequence[Row]) -> dict[tuple[tuple[str, str], ...], list[Size]]:
         if row.speed_up is not None:
             groups.setdefault(row.point.varied, {}).setdefault((row.workers, row.point.nodes), []).append(row)
     return {varied: [Size(rows=tuple(each)) for _, each in sorted(group.items())] for varied, group in groups.items()}
+
+
+def loss_that_all_reached(rows: Sequence[Row]) -> float | None:
+    """The lowest validation loss that every point has come down to; None where one has none."""
+    losses = [row.measured.spent.lowest_loss() for row in rows if row.measured]
+    known = [loss for loss in losses if loss is not None]
+    return max(known) if known and len(known) == len(losses) else None

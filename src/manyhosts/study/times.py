@@ -62,6 +62,9 @@ class Spent:
     """Of each validation the seconds since the start, the step, and its values."""
     losses: tuple[tuple[float, int, float], ...] = ()
     """Of up to 256 blocks of steps: the seconds since the start, the last step, and the mean training loss."""
+    slowest: tuple[str, float] | None = None
+    """The slowest worker, and the part of `straggler` that it takes more than the middle one from the first step to the
+    last; what is left comes from pauses that workers have in turn. None where nobody has told of all workers."""
 
     @property
     def total(self) -> float:
@@ -137,6 +140,8 @@ class Clock:
     alone, which may come many steps later."""
     windows: list[_Window] = field(default_factory=list)
     """These come behind their steps, too."""
+    each: dict[str, list[float]] = field(default_factory=dict)
+    """Of each worker: the steps that it told of, and the seconds of its own work in them."""
     own: array[float] = field(default_factory=lambda: array("d"))
     """Of each step its number, its seconds but for `other`, and the leader's own parts of them."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
@@ -167,6 +172,13 @@ class Clock:
             self.written.add(line["step"])
         elif kind == "workers" and (window := _window(line)):
             self.windows.append(window)
+            for rank, worker in enumerate(line["workers"]):
+                number = worker.get("worker", -1)  # it stays, where ranks change
+                where = f" on {worker['host']}" if worker.get("host") else ""
+                name = f"worker {rank if number < 0 else number}{where}"
+                told = self.each.setdefault(name, [0.0, 0.0])
+                told[0] += line["steps"]
+                told[1] += line["steps"] * (worker["compute"] + worker["data_wait"])
         if kind == "start":
             self.pause(self.until)
             self.until = self.began = line["time"]
@@ -243,6 +255,16 @@ class Clock:
         self.gaps.extend((self.after, gap - evaluation))
         self.evaluating = 0.0
 
+    def slowest(self) -> tuple[str, float] | None:
+        """See `Spent.slowest`. A worker that is slow is so in every line, and one that pauses now and then is not."""
+        means = {name: seconds / steps for name, (steps, seconds) in self.each.items()}
+        steps = sum(window.upto - window.after for window in self.windows)
+        if len(means) < 2 or not self.seconds["straggler"]:
+            return None
+        name = max(means, key=lambda each: means[each])
+        more = means[name] - statistics.median_low(means.values())
+        return name, min(1.0, more * steps / self.seconds["straggler"])
+
     def spent(self) -> Spent:
         """All of it. Called once, behind the last line."""
         if self.until is not None:
@@ -256,6 +278,7 @@ class Clock:
             epoch_seconds=tuple(lasted[epoch] for epoch in self.finished if epoch in lasted),
             validations=tuple(self.validations),
             losses=tuple(self.losses.blocks()),
+            slowest=self.slowest(),
         )
 
 

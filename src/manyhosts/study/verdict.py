@@ -9,7 +9,7 @@ from typing import Any
 from manyhosts.study.certainty import Certainty, certainty
 from manyhosts.study.fits import Fit, best
 from manyhosts.study.points import Asked, amount
-from manyhosts.study.rows import Size
+from manyhosts.study.rows import Size, loss_that_all_reached
 from manyhosts.units import bytes_in_words
 
 PAYS = 0.5
@@ -25,6 +25,8 @@ _SMALL_BYTES = 1e6
 """Of what is sent in a step: below, compression has next to nothing to save."""
 _BEYOND = 4
 """Predictions go this many times beyond the largest size that was measured, and no further."""
+_ONE_IS_SLOW = 0.5
+"""The part of waiting for the slowest from which on it is one worker's."""
 _FEW_STEPS = 20
 """Runs of fewer steps are mostly what is spent once: the first step, the last snapshot."""
 
@@ -42,7 +44,6 @@ _COULD_GO = ("communication_exposed", "data_wait", "straggler", "evaluation", "s
 """What a run could do without, in principle."""
 _CHANGES = {
     "data_wait": "Read ahead: --set loader_workers=auto, or samples that are quicker to read",
-    "straggler": "One worker is slower than the others: manyhosts doctor looks for the reason",
     "evaluation": 'Evaluate less often (--set validate_every="5 epochs"), or in larger pieces (evaluation_batch_size)',
     "snapshot": 'Write less often: --set snapshots.every="30 min"',
     "start_up": "Train longer: it is spent once in a run, however long that is",
@@ -65,7 +66,8 @@ class Verdict:
     fastest: int | None
     """Workers beyond which it gets slower, as far as can be told."""
     price: Mapping[str, float] | None = None
-    """`per_epoch_smallest`, `per_epoch_largest`, `per_hour_saved`."""
+    """`per_epoch_smallest`, `per_epoch_largest`, `per_hour_saved`; with `loss`, the lowest that all runs of both sizes
+    have reached, `per_loss_smallest` and `per_loss_largest`."""
     certainty: Certainty | None = None
     """How sure it is that the largest size is worth it; None where there is one size, or no size can be compared."""
 
@@ -136,6 +138,8 @@ def _limit(large: Size, asked: Asked) -> tuple[str | None, str, float | None]:
         change = _of_computing(large, asked)
     elif limit == "communication_exposed":
         change = _of_exchanges(large)
+    elif limit == "straggler":
+        change = _of_slowest(large)
     return limit, change, large.speed_up / (1 - gains[limit])
 
 
@@ -156,6 +160,23 @@ def _of_computing(large: Size, asked: Asked) -> str:
     batch = large.row.measured.summary.global_batch if large.row.measured else None
     each = "" if batch is None else f" ({batch / large.row.workers:g} samples on each worker)"
     return f"The batch is cut into pieces{each} that are too small to compute well: a larger batch_size helps"
+
+
+def _of_slowest(large: Size) -> str:
+    """Whether one worker is slow in every step, or all pause now and then and each step waits for the longest."""
+    runs = [row.measured.spent for row in large.rows if row.measured and row.measured.spent.slowest]
+    if not runs:
+        return "manyhosts doctor looks for a worker that is slower than the others"
+    worst = max(runs, key=lambda run: run.seconds["straggler"])
+    assert worst.slowest is not None, "those that know it"
+    name, share = worst.slowest
+    if share >= _ONE_IS_SLOW:
+        return f"It is {name}, all the time ({_percent(share)} of it): manyhosts doctor looks for the reason"
+    return (
+        f"No worker is slow all the time (the slowest, {name}, explains {_percent(share)} of it): pauses come on all "
+        "in turn, and each step waits for the longest. Look for what else runs on every host; a larger batch_size has "
+        "fewer steps that wait, and strategy=local-sgd waits less often"
+    )
 
 
 def _of_exchanges(large: Size) -> str:
@@ -243,13 +264,20 @@ def _how_far(law: Fit, group: Sequence[Size]) -> tuple[int, int | None, str]:
 
 
 def _cost(small: Size, large: Size, price: float) -> dict[str, float] | None:
-    """What an epoch costs at both ends, and each hour that is saved between them."""
+    """What an epoch and the lowest loss that both reach cost at both ends, and each hour that is saved."""
     before, now = small.epoch_seconds, large.epoch_seconds
     if before is None or now is None:
         return None
     least, most = small.row.point.nodes * price * before / 3600, large.row.point.nodes * price * now / 3600
     saved = (before - now) / 3600
     found = {"per_epoch_smallest": least, "per_epoch_largest": most}
+    goal = loss_that_all_reached([*small.rows, *large.rows])
+    if goal is not None:
+        found["loss"] = goal
+        for name, size in (("smallest", small), ("largest", large)):
+            until = size.mean([row.measured.spent.seconds_to(goal) for row in size.rows if row.measured])
+            assert until is not None, "all have reached it"
+            found[f"per_loss_{name}"] = size.row.point.nodes * price * until / 3600
     return found | ({"per_hour_saved": (most - least) / saved} if saved > 0 else {})
 
 
@@ -260,6 +288,11 @@ def _what_it_costs(cost: Mapping[str, float], small: Size, large: Size) -> str:
     text = (
         f"An epoch costs {cost['per_epoch_smallest']:.3g} with {first} and {cost['per_epoch_largest']:.3g} with {last}"
     )
+    if "loss" in cost:
+        text = (
+            f"The same result, a validation loss of {cost['loss']:.4g}, costs {cost['per_loss_smallest']:.3g} with "
+            f"{first} and {cost['per_loss_largest']:.3g} with {last}. {text}"
+        )
     if "per_hour_saved" not in cost:
         return f"{text}, and saves no time."
     if cost["per_hour_saved"] <= 0:

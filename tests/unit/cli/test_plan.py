@@ -14,6 +14,7 @@ from manyhosts.cli.main import main
 from manyhosts.cli.plan_screen import print_plan, table, worth_a_look
 from manyhosts.communication.compression.choose import BY_LOSS
 from manyhosts.config.strategies import DDP
+from manyhosts.planner.interval import past
 from manyhosts.planner.measured import Compression, Network
 from manyhosts.planner.plan import Plan, make, strategy_of
 
@@ -37,6 +38,12 @@ def shown(plan: Plan, *, everything: bool = False) -> str:
 
 def test_a_plan_is_read_on_80_columns() -> None:
     plan = plan_of(price=12.5, device_memory_bytes=10_000)
+    large = tuple(
+        replace(each, memory=replace(each.memory, parameters=123_400_000, process=456_000_000))
+        for each in plan.predictions
+    )
+    assert "process" in shown(replace(plan, predictions=large))
+    assert max(map(len, shown(replace(plan, predictions=large), everything=True).splitlines())) <= 80
     for everything in (False, True):
         assert max(map(len, shown(plan, everything=everything).splitlines())) <= 80
     assert len(table(plan.predictions)) == len(plan.predictions) + 1
@@ -57,6 +64,15 @@ def test_a_busy_machine_and_hosts_that_are_one_machine_are_told() -> None:
     assert "careful: 4 processes wanted the 2 cores" in busy
     assert "processes wanted" not in quiet
     assert "4 of the hosts are one machine, and share its 2 cores" in quiet
+
+
+def test_its_own_past_stands_at_the_head_and_a_range_beside_each_step() -> None:
+    plan = plan_of()
+    text = shown(plan)
+    assert " ".join(text.split()).startswith(f"{past()} A study measures.")
+    low, high = plan.predictions[0].step_range
+    assert f"{low:.2g}-{high:.2g} s" in text
+    assert max(high, low) < 10, "two digits are as they are printed"
 
 
 def test_ways_that_there_was_no_time_to_measure_are_named() -> None:

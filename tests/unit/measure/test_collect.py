@@ -34,7 +34,7 @@ class Hosts:
         in_parts = settings_of(asked(), request).get("strategy", self.strategy) == "fsdp"
         said: dict[str, Any] = {
             "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001, "bandwidth": 1000.0,
-            "of_one_machine": self.sharing,
+            "of_one_machine": self.sharing, "pass_spread_s": 0.2 * self.pass_s, "spread": 0.05,
             "processor_s_per_message": 0.01, "processor_s_per_byte": 1e-9,
         }  # fmt: skip
         reported.by_kind["together"] = said
@@ -49,7 +49,9 @@ def test_hosts_that_share_a_machine_are_known_with_what_their_passes_cost_each_o
     found = collect(asked(), Hosts(4, 2 * ALONE_S), between=True)
     assert found.hosts_per_machine == 4
     assert (found.measured.contention, found.measured.contention_of_hosts) == ({}, {4: pytest.approx(2.0)})
+    assert found.measured.contention_spread == pytest.approx(0.2)
     assert found.between is not None
+    assert found.between.spread == 0.05
     assert (found.between.processor_s_per_message, found.between.processor_s_per_byte) == (0.01, 1e-9)
 
 

@@ -23,6 +23,7 @@ from manyhosts.measure.in_worker import (
     compressions,
     copying,
     loading,
+    machine,
     measurer,
     passes,
     readiness,
@@ -236,6 +237,25 @@ def test_what_a_loader_takes_of_the_cores_is_told_from_what_it_waits_for(process
     )
     assert waits < 0.5 * computes
     assert computes > 0.005
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody says what memory a process shares")
+def test_memory_of_a_process_is_what_it_has_touched_until_it_gives_it_back() -> None:
+    machine.give_back_memory()
+    before = machine.process_bytes([os.getpid()])
+    held = bytearray(b"x" * 200_000_000)
+    with_it = machine.process_bytes([os.getpid()])
+    assert with_it - before == pytest.approx(len(held), rel=0.05)
+    del held
+    machine.give_back_memory()
+    assert machine.process_bytes([os.getpid()]) < before + 20_000_000
+    assert machine.process_bytes([os.getpid(), 2**22 + 1]) == 0, "one that is not there: not known"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody says what memory a process shares")
+def test_memory_of_loader_processes_is_measured_where_there_are_some() -> None:
+    assert loader_facts(0.001)["process_bytes"] == 0, "the worker's own, which is measured with it"
+    assert loader_facts(0.001, 2)["process_bytes"] > 2_000_000
 
 
 def test_a_loader_that_chooses_its_processes_does_so_by_the_rest_of_a_step() -> None:

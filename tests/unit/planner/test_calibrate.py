@@ -24,7 +24,7 @@ def runs(compute: float, communication: float) -> list[Run]:
     for workers in (1, 2, 4):
         for way in ways(MEASURED)[: 1 if workers == 1 else 2]:
             asked = replace(group(workers), between=NETWORK, within=NETWORK)
-            seconds = way.model.step(by.measured(MEASURED), by.group(asked)).seconds
+            seconds = way.model.step(by.measured(MEASURED), asked.slower(by.communication)).seconds
             found.append(Run(group=asked, way=way, step_seconds=seconds))
     return found
 
@@ -108,7 +108,7 @@ def test_epoch_that_was_disturbed_is_no_measure_of_a_step() -> None:
 def test_everything_that_exchanges_take_is_calibrated() -> None:
     by = Calibration(communication=2.0)
     network = Network(latency_s=1.0, bytes_per_second=1.0, processor_s_per_message=0.5, processor_s_per_byte=0.25)
-    slower = by.network(network)
+    slower = network.slower(by.communication)
     assert (slower.latency_s, slower.bytes_per_second) == (2.0, 0.5)
     assert (slower.processor_s_per_message, slower.processor_s_per_byte) == (1.0, 0.5)
     packs = replace(MEASURED.compression["bf16"], arithmetic_s=1.0, processor_s=3.0)

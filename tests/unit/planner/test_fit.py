@@ -93,7 +93,7 @@ def test_batch_is_shared_out_over_more_workers() -> None:
 
 def test_table_has_the_arithmetic() -> None:
     lines = fit.table((each.name, each.memory) for each in ways(TRAINING, 2))
-    assert lines[0].split() == ["how", "parameters", "gradients", "optimizer", "activations", "other", "in", "all"]
+    assert lines[0].split() == ["how", "weights", "gradients", "optimizer", "activations", "other", "in", "all"]
     assert lines[1].replace(" MB", "").split() == ["ddp", "100.0", "100.0", "200.0", "80.0", "150.0", "630.0"]
     assert len({len(line) for line in lines}) == 1
     assert fit.in_one_line(ways(TRAINING, 2)[0].memory) == (

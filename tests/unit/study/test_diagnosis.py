@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from studies import Costs, make_study
 from manyhosts.config.strategies import named
 from manyhosts.study import columns
 from manyhosts.study.points import Asked, Point
+from manyhosts.study.rows import Size
 from manyhosts.study.study import known
-from manyhosts.study.verdict import Verdict, to_gain
+from manyhosts.study.verdict import Verdict, to_gain, verdict_on
 
 SCRIPT = __file__  # any file that is there
 
@@ -80,6 +82,58 @@ def test_how_far_it_pays_and_what_it_costs(tmp_path: Path) -> None:
     assert price["per_epoch_largest"] == pytest.approx(4 * 0.5 * now / 3600)
     extra = price["per_epoch_largest"] - price["per_epoch_smallest"]
     assert price["per_hour_saved"] == pytest.approx(extra / ((before - now) / 3600))
+
+
+def test_the_same_result_has_its_price_at_both_ends(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked())
+    verdict, (small, *_, large) = study.verdicts()[()], study.sizes[()]
+    assert verdict.price is not None
+    assert verdict.price["loss"] == pytest.approx(0.5 + 0.04), "what the worst of them came down to"
+    for name, size in (("smallest", small), ("largest", large)):
+        assert size.row.measured is not None
+        until = size.row.measured.spent.seconds_to(verdict.price["loss"])
+        assert until is not None
+        assert verdict.price[f"per_loss_{name}"] == pytest.approx(size.row.point.nodes * 0.5 * until / 3600)
+    assert "The same result, a validation loss of 0.54, costs" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("slowest", "said"),
+    [
+        (("worker 3 on b", 0.9), "It is worker 3 on b, all the time (90 % of it)"),
+        (("worker 3 on b", 0.2), "No worker is slow all the time (the slowest, worker 3 on b, explains 20 % of it)"),
+        (None, "manyhosts doctor looks for a worker"),
+    ],
+)
+def test_one_slow_worker_and_pauses_of_all_have_other_cures(
+    slowest: tuple[str, float] | None, said: str, tmp_path: Path
+) -> None:
+    [*others, large] = make_study(tmp_path, asked(), ideal).sizes[()]
+    assert large.row.measured is not None
+    before = large.row.measured.spent
+    waits = replace(before, seconds={**before.seconds, "straggler": 0.5 * before.total}, slowest=slowest)
+    row = replace(large.row, measured=replace(large.row.measured, spent=waits))
+    verdict = verdict_on([*others, Size(rows=(row,))], {}, asked(), None)
+    assert verdict.limit == "straggler"
+    assert said in verdict.text
+
+
+def test_strong_and_weak_scaling_are_told_apart_in_every_table(tmp_path: Path) -> None:
+    study = make_study(tmp_path, asked(weak=16), ideal)
+    for table in (columns.speed(study), columns.results(study), columns.lost(study)):
+        named = {tuple(row[:3]) for row in table[1:]}
+        assert table[0][2] == "batch_size_per_worker"
+        assert {("2", "2", "-"), ("2", "2", "16")} <= named
+        assert len(named) == 6
+
+
+def test_negative_shares_are_explained_where_there_are_some(tmp_path: Path) -> None:
+    study = make_study(tmp_path / "a", asked(), lambda point: {**ideal(point), "data": 0.4 / point.workers**2})
+    assert study.sizes[()][-1].causes["data_wait"] < 0
+    assert "a gain" in columns.note_on_lost(study)
+    slow = make_study(tmp_path / "b", asked(), lambda point: {**ideal(point), "exposed": 0.5 * (point.workers > 1)})
+    assert all(share > -0.0005 for size in slow.sizes[()] for share in size.causes.values())
+    assert columns.note_on_lost(slow) == ""
 
 
 def test_what_is_advised_can_be_asked_for(tmp_path: Path) -> None:

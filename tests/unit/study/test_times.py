@@ -96,6 +96,28 @@ def test_lines_of_all_workers_take_nothing_from_the_whole_time() -> None:
     assert sum(run_of(*times).values()) == pytest.approx(0.5 + 5 * 2.5)
 
 
+def slowest_of(*windows: list[float]) -> tuple[str, float] | None:
+    """Of a run whose workers compute for so long in each step of each window of four."""
+    run = Story()
+    run.start()
+    run.step(0.5)
+    for window in windows:
+        times = [(compute, max(window) - compute, 0.0, 0.0) for compute in window]
+        for _ in range(4):
+            run.step(*times[0])
+        run.workers(*times, steps=4)
+    run.add("end")
+    return run.spent().slowest
+
+
+def test_one_worker_that_is_slow_is_told_from_pauses_of_all_in_turn() -> None:
+    assert slowest_of([1.0, 1.0, 3.0], [1.0, 1.0, 3.0], [1.0, 1.0, 3.0]) == ("worker 2", pytest.approx(1.0))
+    found = slowest_of([3.0, 1.0, 1.0], [1.0, 3.0, 1.0], [1.0, 1.0, 3.0])
+    assert found is not None
+    assert found[1] == pytest.approx(0.0), "each has waited for each"
+    assert slowest_of([1.0, 1.0]) is None, "nobody was waited for"
+
+
 def test_the_time_to_a_loss_is_that_of_the_validation() -> None:
     found = whole_run().spent()
     assert found.lowest_loss() == 0.5

@@ -47,12 +47,14 @@ def _figures(several: Sequence[Cost], many: Cost) -> Compression:
     few = several[-1]
     reduced, gathered = split(few.bytes_sent, many.bytes_sent)
     times = [cost.arithmetic_s for cost in several]
+    times = times[1:] or times
     return Compression(
-        arithmetic_s=statistics.median(times[1:] or times),
+        arithmetic_s=statistics.median(times),
         processor_s=statistics.median([cost.processor_s for cost in several][1:] or [few.processor_s]),
         reduced_bytes=round(reduced),
         gathered_bytes=round(gathered),
         exchanges=few.exchanges,
+        spread=statistics.pstdev(times) / max(statistics.median(times), 1e-9),
     )
 
 

@@ -52,9 +52,11 @@ def measure(parts: Parts, state: RunState, *, step_s: float, seconds: float) -> 
     before = machine.processor_s(fetching)
     samples, spent = _fetched(steps, seconds)
     after = machine.processor_s(fetching)
+    of_loaders = machine.process_bytes(fetching) if processes else 0
     return {
         "loader_samples_per_second": samples / spent,
         "loader_processes": processes,
+        "process_bytes": of_loaders,
         "loader_processor_s": None if before is None or after is None else (after - before) / samples,
     }
 

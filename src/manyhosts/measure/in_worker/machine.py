@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -36,6 +38,24 @@ def processor_s(processes: Iterable[int]) -> float | None:
         return sum(time.clock_gettime((~process << 3) | 2) for process in processes)
     except OSError:
         return None  # one has ended
+
+
+def process_bytes(processes: Iterable[int]) -> int:
+    """Memory of these processes, what several have by its share (Linux: `Pss`); 0 where nobody says."""
+    found = 0
+    for process in processes:
+        try:
+            text = Path(f"/proc/{process}/smaps_rollup").read_text()
+        except OSError:
+            return 0
+        found += 1024 * int(text.partition("\nPss:")[2].split()[0])
+    return found
+
+
+def give_back_memory() -> None:
+    """What the allocator keeps of memory that is free goes back to the system, where it is the C library of GNU."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def load() -> float:

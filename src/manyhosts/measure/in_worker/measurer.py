@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +87,7 @@ class Measurer(Watcher):
         self.timed = Passes(parts, Batches(parts, state))
         self._measure(self.timed, parts, settings, state)
         self.timed.batches.forget()
+        self.found["process_bytes"] = self._process_bytes(parts)
         lines.tell("measures", what="a few steps")
         self.until = time.perf_counter() + _STEPS_S * self.request.seconds
 
@@ -109,6 +111,20 @@ class Measurer(Watcher):
         measured = Measured(**self.found)
         lines.tell("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
         leave()
+
+    def _process_bytes(self, parts: Parts) -> int:
+        """Of this process and its loaders, without the tensors that a plan counts by themselves.
+
+        0 of a worker of a GPU: what its process has lies elsewhere.
+        """
+        for parameter in parts.trained.parameters():
+            parameter.grad = None
+        machine.give_back_memory()
+        own = machine.process_bytes([os.getpid()])
+        if self.found["device"] != "cpu" or not own:
+            return 0
+        kept: int = self.found["parameter_bytes"] + self.found["buffer_bytes"]  # the optimizer has forgotten its state
+        return max(0, own - kept) + int(self.found["process_bytes"])
 
     def _in_parts(self) -> InParts | None:
         """The last thing: the model is in parts then. Where it cannot be, no way with parts is planned."""

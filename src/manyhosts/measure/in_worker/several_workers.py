@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.measure import lines
 from manyhosts.measure.in_worker import machine
 from manyhosts.measure.in_worker.batches import Batches
-from manyhosts.measure.in_worker.passes import Passes
+from manyhosts.measure.in_worker.passes import Passes, spread
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
@@ -51,8 +52,8 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
     while len(times) < _FEWEST or time.perf_counter() < until:
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
-    own = json.dumps([statistics.median(times), machine.name(), *processor_seconds(world)])
-    all_times, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
+    own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])
+    all_times, spreads, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
     if world.is_leader:
         messages = 2 * (world.size - 1)  # one after another in a ring
         lines.tell(
@@ -60,8 +61,10 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
             workers=world.size,
             samples=samples,
             pass_s=statistics.mean(all_times),
+            pass_spread_s=math.hypot(statistics.mean(spreads), statistics.pstdev(all_times)),
             latency_s=network.latency_s / messages,
             bandwidth=network.bandwidth,
+            spread=network.spread,
             processor_s_per_message=statistics.mean(of_message),
             processor_s_per_byte=statistics.mean(of_byte),
             of_one_machine=max(Counter(names).values()),

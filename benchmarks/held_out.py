@@ -1,0 +1,249 @@
+"""How far off is `manyhosts plan` on models that compute for real, and that its model of a step was not made by?
+
+    python benchmarks/held_out.py                                         # as root, on Linux: it makes hosts
+    python benchmarks/held_out.py --models gpt,lstm --links host --quick  # a part: its lines replace those recorded
+    python benchmarks/held_out.py --page                                  # write everything again from what is recorded
+
+Six kinds of models (`held_out_train.py`): a CNN with BatchNorm, an LSTM, a GPT, a recommender that is nearly all
+embedding, a small CNN whose samples are slow to read, and a classifier with a huge last layer. On this host alone and
+on hosts of it behind cables of 100 Mbit/s and 1 Gbit/s, `manyhosts plan` measures each for some seconds, and predicts
+one worker, and more of them without compression, with bf16 and with PowerSGD. Then each of these is trained, and the
+median of its steps is compared. Nothing sleeps: hosts of one machine share its cores. Nothing is calibrated.
+
+A size is a case for the advice: of one worker and of the ways of that size the one that `recommend` names is compared
+with the fastest that was measured. How wide the interval of a prediction has to be is learned from the other kinds of
+models, and then it is asked whether the measured step is inside.
+
+Writes `held_out.jsonl` (what was planned and measured), `held_out.md`, and what `manyhosts plan` says of its own past:
+`src/manyhosts/planner/past.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from held_out_train import KINDS
+from machine import origin, origins
+from prediction_page import PROGRAM, Line, Row, kept, machines_of, measured_of, page_of, read, reported, write
+
+from manyhosts.config.strategies import DDP
+from manyhosts.lab import Lab, lab
+from manyhosts.planner.interval import score, width_of
+from manyhosts.planner.predict import Prediction, predictions, ways
+from manyhosts.planner.recommend import recommend
+
+HERE = Path(__file__).parent
+SCRIPTS = ("held_out_train.py", "prediction_train.py")
+RECORD = HERE / "held_out.jsonl"
+PAST = HERE.parent / "src" / "manyhosts" / "planner" / "past.json"
+LINKS: Mapping[str, tuple[int, ...]] = {"host": (2,), "100mbit": (2, 4), "1gbit": (2,)}
+"""Where workers are, and how many of them: on this machine, or one on each of its hosts."""
+WAYS = ("none", "bf16", "powersgd")
+RIGHT = 0.05
+
+
+class Place:
+    """Where one link's plans and trainings run: this machine itself, or hosts of a lab."""
+
+    def __init__(self, link: str, folder: str, hosts: Lab | None) -> None:
+        self.link, self.folder, self.hosts = link, folder, hosts
+        for script in SCRIPTS:
+            shutil.copy(HERE / script, folder)
+
+    def plan(self, kind: str, seconds: float) -> tuple[dict[str, Any], float]:
+        """What `manyhosts plan` says of a kind, and how long it took."""
+        sizes = ",".join(map(str, (1, *LINKS[self.link])))
+        where = ["--hosts", ",".join(self.hosts.names), "--nodes", sizes] if self.hosts else ["--workers", sizes]
+        began = time.monotonic()
+        printed = self._run(["plan", *where, "--seconds", f"{seconds:g}", "--json", SCRIPTS[0], kind, "none"])
+        return json.loads(printed), time.monotonic() - began
+
+    def train(self, kind: str, workers: int, steps: int) -> list[dict[str, Any]]:
+        """The steps of a kind in every way, on so many workers."""
+        where = ["--hosts", ",".join(self.hosts.names[:workers])] if self.hosts else ["--workers", str(workers)]
+        asked = WAYS if workers > 1 else WAYS[:1]
+        words = ["run", *where, "--env", f"STEPS={steps}", "--no-prefix"]
+        words += ["--run-dir", f"{self.folder}/run-{time.time_ns()}", SCRIPTS[0], kind, ",".join(asked)]
+        found = reported(self._run(words))
+        if len(found) != len(asked):
+            raise SystemExit(f"{kind} on {workers} workers told of {len(found)} trainings, and {len(asked)} were asked")
+        return found
+
+    def _run(self, words: Sequence[str]) -> str:
+        command = [*PROGRAM, *words]
+        if self.hosts is not None:
+            done = self.hosts.desk.run(command, folder=self.folder, timeout_s=900, check=False)
+        else:
+            done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=900, check=False)
+        if done.returncode:
+            raise SystemExit(f"{words} ended with {done.returncode}: {done.stderr[-2000:]} {done.stdout[-2000:]}")
+        return str(done.stdout)
+
+
+@contextlib.contextmanager
+def place_of(link: str) -> Iterator[Place]:
+    """The place that a link's name stands for."""
+    with tempfile.TemporaryDirectory(prefix="held-out-", dir="/var/tmp") as folder, contextlib.ExitStack() as stack:
+        hosts = None if link == "host" else stack.enter_context(lab(max(LINKS[link]), bandwidth=link))
+        yield Place(link, folder, hosts)
+
+
+def measure(place: Place, kind: str, *, seconds: float, steps: int) -> Iterator[dict[str, Any]]:
+    """The plan of one kind, and a line for each size and way that it was trained in, right behind it."""
+    common = {"kind": kind, "link": place.link, "recorded": {**origin(), "torch": torch.__version__}}
+    load = os.getloadavg()[0]
+    plan, took = place.plan(kind, seconds)
+    yield {**common, "load": load, "plan": kept(plan), "plan_seconds": round(took, 1)}
+    for workers in (1, *LINKS[place.link]):
+        for line in place.train(kind, workers, steps):
+            yield {
+                **common, "load": os.getloadavg()[0], "workers": workers, "compression": line["compression"],
+                "measured": line["median"], "steps": line["seconds"],
+            }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One training, and what is predicted of it by the model as it is now."""
+
+    line: Line
+    prediction: Prediction
+
+    @property
+    def row(self) -> Row:
+        """For the page."""
+        labels = (self.line["kind"], self.line["link"], str(self.line["workers"]), self.line["compression"])
+        return Row(labels, self.prediction.step.seconds, self.line["measured"], self.line["steps"])
+
+    @property
+    def score(self) -> float:
+        """How far off it is, in multiples of what was uncertain."""
+        return score(self.line["measured"], self.prediction.step.seconds, self.prediction.deviation)
+
+
+def predicted(plan: Line, link: str, workers: int) -> list[Prediction]:
+    """Of so many workers by each way."""
+    measured, nodes = measured_of(plan), 1 if link == "host" else workers
+    asked = [way for way in ways(measured, DDP()) if way.strategy == "ddp" and way.compression in WAYS]
+    return predictions(measured, machines_of(plan), [(nodes, workers // nodes)], asked)
+
+
+def compared(lines: Sequence[Line], plans: Mapping[Any, Line]) -> list[Compared]:
+    """What was measured, each beside what is predicted; what a plan had no time for is left out, and counted."""
+    found = []
+    for line in lines:
+        each = predicted(plans[line["kind"], line["link"]], line["link"], line["workers"])
+        found += [Compared(line, one) for one in each if one.compression == line["compression"]]
+    return found
+
+
+def inside(all_of_them: Sequence[Compared]) -> list[bool]:
+    """Whether each measured step is in its interval, whose width the other kinds of models have taught."""
+    found = []
+    for each in all_of_them:
+        others = [one.score for one in all_of_them if one.line["kind"] != each.line["kind"]]
+        found.append(each.score <= width_of(others or [each.score]))
+    return found
+
+
+def cases(all_of_them: Sequence[Compared]) -> list[tuple[tuple[str, str, str], Compared, Compared]]:
+    """For each size of each model on each link: what is advised of it and of one worker, and the fastest measured."""
+    groups: dict[tuple[str, str, int], list[Compared]] = {}
+    for each in all_of_them:
+        groups.setdefault((each.line["kind"], each.line["link"], each.line["workers"]), []).append(each)
+    found = []
+    for (kind, link, workers), own in groups.items():
+        if workers == 1:
+            continue
+        known = [*groups.get((kind, link, 1), ()), *own]
+        best = recommend([each.prediction for each in known]).best
+        advised = next(each for each in known if each.prediction is best)
+        fastest = min(known, key=lambda each: float(each.line["measured"]))
+        found.append(((kind, link, str(workers)), advised, fastest))
+    return found
+
+
+def past(all_of_them: Sequence[Compared]) -> dict[str, Any]:
+    """What `manyhosts plan` says of itself, and makes its intervals by."""
+    errors = [abs(each.row.off) for each in all_of_them]
+    return {
+        "record": "benchmarks/held_out.md",
+        "kinds": len({each.line["kind"] for each in all_of_them}),
+        "steps": len(errors),
+        "median": round(statistics.median(errors), 3),
+        "worst": round(max(errors), 3),
+        "width": round(width_of([each.score for each in all_of_them]), 3),
+    }
+
+
+def written() -> str:
+    """The page of what is recorded."""
+    recorded, plans, trained = read(RECORD, lambda line: (line["kind"], line["link"]))
+    known = compared(trained, plans)
+    said, held = past(known), inside(known)
+    advice = cases(known)
+    right = sum(a.line["measured"] <= (1 + RIGHT) * f.line["measured"] for _, a, f in advice)
+    loads = sorted(line["load"] for line in recorded)
+    cores = Counter(plan["measured"]["cores"] for plan in plans.values()).most_common(1)[0][0]
+    where = f"{origins(recorded, 'lines')}, load {statistics.median(loads):.1f} of {cores} cores in the median minute "
+    where += f"before ({loads[0]:.1f} to {loads[-1]:.1f}), torch {recorded[-1]['recorded']['torch']}."
+    took = [line["plan_seconds"] for line in recorded if "plan" in line]
+    found = (
+        f" {100 * sum(held) / len(held):.0f} % of them are inside an interval whose width the other kinds of models "
+        f"taught. What is advised is the fastest measured, or within 5 % of it, in {right} of {len(advice)} cases.** "
+        f"A plan took {statistics.median(took):.0f} s ({min(took):.0f} to {max(took):.0f}); in "
+        f"{len(trained) - len(known)} trainings its time was over before their way had been measured."
+    )
+    head = ("model", "link", "workers", "compression")
+    text = page_of(
+        [each.row for each in known], head, title="How far off a plan is on models that it was not made by",
+        about=(__doc__ or ""), where=where, found=found,
+    )  # fmt: skip
+    text += f"\nIntervals are {said['width']:g} times as wide as what was uncertain in each plan.\n"
+    text += "\n| model | link | workers | advised | fastest | slower by |\n|---|---|---|---|---|---|\n"
+    for labels, advised, fastest in advice:
+        slower = advised.line["measured"] / fastest.line["measured"] - 1
+        names = [f"{each.line['workers']}, {each.line['compression']}" for each in (advised, fastest)]
+        text += f"| {' | '.join([*labels, *names])} | {100 * slower:.1f} % |\n"
+    PAST.write_text(json.dumps(said, indent=1) + "\n")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer steps, and plans of ten seconds")
+    parser.add_argument("--models", default=",".join(KINDS), help="some of these")
+    parser.add_argument("--links", default=",".join(LINKS), help="some of these")
+    parser.add_argument("--page", action="store_true", help="write the page again from what is recorded")
+    asked = parser.parse_args()
+    models, links = asked.models.split(","), asked.links.split(",")
+    if unknown := [name for name in [*models, *links] if name not in {*KINDS, *LINKS}]:
+        parser.error(f"there is no {', '.join(unknown)}: models are {', '.join(KINDS)}; links {', '.join(LINKS)}")
+    for link in () if asked.page else links:
+        with place_of(link) as place:
+            for kind in models:
+                new = list(measure(place, kind, seconds=10 if asked.quick else 20, steps=13 if asked.quick else 33))
+                before = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
+                others = [line for line in before if (line["kind"], line["link"]) != (kind, link)]
+                write(RECORD, [*others, *new])
+                print(kind, link, *(f"{line['workers']} {line['compression']} {line['measured']:.3f}"
+                                    for line in new if "plan" not in line), flush=True)  # fmt: skip
+    (HERE / "held_out.md").write_text(written())
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,8 @@ from manyhosts.errors import ConfigError
 
 VARIABLE = "MANYHOSTS_JOIN_SECRET"
 """Holds the secret, for scripts."""
+_LONGEST_SECRET = 1 << 10
+"""Characters that are read of a file: a device may never end."""
 
 
 @click.command()
@@ -48,7 +50,8 @@ def _secret(file: str | None) -> tuple[str, str]:
     """The secret, and where it came from: never from the command line, which all users of a machine can read."""
     if file is not None:
         try:
-            return Path(file).read_text(), "--secret-file"
+            with open(file) as opened:
+                return opened.read(_LONGEST_SECRET), "--secret-file"
         except (OSError, UnicodeDecodeError) as cause:
             raise ConfigError(
                 f"the secret cannot be read from {file}: {getattr(cause, 'strerror', None) or cause}",

@@ -13,6 +13,8 @@ from manyhosts.errors import ConfigError
 
 HIDDEN = "…hidden"
 """Stands for a value that is not shown."""
+MOST_WORKERS = 1 << 16
+"""Of one host, and hosts of one run: more is a slip of the hand, and a plan of them would fill the memory."""
 LEAST_HANG_TIMEOUT_S = 2
 """Steps are reported twice a second at most, and a look at all workers takes half a second."""
 
@@ -95,13 +97,16 @@ class Job:
     """Seconds that workers get after Ctrl-C or SIGTERM, to save what they have."""
 
     def __post_init__(self) -> None:
-        for name, count, least in (
-            ("--workers", self.workers_per_node, 1),
-            ("--nodes", self.nodes, 1),
-            ("--restarts", self.restarts, 0),
+        for name, count, least, most in (
+            ("--workers", self.workers_per_node, 1, MOST_WORKERS),
+            ("slots", max(self.workers_of.values(), default=1), 1, MOST_WORKERS),
+            ("--nodes", self.nodes, 1, MOST_WORKERS),
+            ("--restarts", self.restarts, 0, math.inf),
         ):
             if count < least:
                 raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
+            if count > most:
+                raise ConfigError(f"{name} is {count}", where=name, fix=f"give {most:,} or fewer")
         if wrong := [rank for rank in self.show if not 0 <= rank < self.workers and self.workers_are_chosen]:
             raise ConfigError(
                 f"there is no rank {wrong[0]} among {self.workers} workers",

@@ -45,7 +45,7 @@ class Wish:
     @property
     def place(self) -> str:
         """Where the head is, as host:port."""
-        host, port = hostfile.destination(self.head)
+        host, port = hostfile.destination(self.head, where="ADDRESS")
         return f"{host}:{port or PORT}"
 
 

@@ -204,7 +204,15 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
             where=where,
             fix="give a torch.utils.data.Dataset",
         )
-    if len(dataset) == 0:
+    try:
+        count = len(dataset)
+    except Exception as cause:
+        raise DataError(
+            f"the {name} set cannot say how many samples it has: {type(cause).__name__}: {cause}",
+            where=where,
+            fix=f"let {type(dataset).__name__}.__len__ return that number, a whole one from 0 on",
+        ) from cause
+    if count == 0:
         raise DataError(
             f"the {name} set has 0 samples",
             where=where,

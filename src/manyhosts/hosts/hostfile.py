@@ -41,9 +41,11 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """
     try:
         lines = path.read_text().splitlines()
-    except OSError as cause:
+    except (OSError, UnicodeDecodeError) as cause:
         raise ConfigError(
-            f"cannot read the hostfile: {cause.strerror}", where=str(path), fix="give a file with a host on each line"
+            f"cannot read the hostfile: {getattr(cause, 'strerror', None) or 'it is no text'}",
+            where=str(path),
+            fix="give a file with a host on each line",
         ) from cause
     slots: dict[str, int | None] = {}
     for number, line in enumerate(lines, start=1):
@@ -77,7 +79,7 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(slots), counts
 
 
-def destination(host: str) -> tuple[str, str]:
+def destination(host: str, where: str = "--hosts") -> tuple[str, str]:
     """Where ssh is to go, as `user@name`, and at which port, where `host` says one: `user@name:22`, `[fd00::1]:22`.
 
     Raises:
@@ -86,11 +88,11 @@ def destination(host: str) -> tuple[str, str]:
     user, at, rest = host.rpartition("@")
     found = _HOST.fullmatch(rest)
     address = found["inside"] or found["bare"] if found is not None else ""
-    if found is None or (address and not _is_address(address)):
-        raise ConfigError(f"{host!r} is no name of a host", where="--hosts", fix=_WRITE)
+    if found is None or not (_is_address(address) if address else _may_be_looked_up(found["name"])):
+        raise ConfigError(f"{host!r} is no name of a host", where=where, fix=_WRITE)
     port = found["port"] or ""
     if port and not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{host!r} names a port that there is not", where="--hosts", fix=_WRITE)
+        raise ConfigError(f"{host!r} names a port that there is not", where=where, fix=_WRITE)
     return f"{user}{at}{address or found['name']}", port
 
 
@@ -100,6 +102,13 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _may_be_looked_up(name: str) -> bool:
+    try:
+        return bool(name.encode("idna"))  # as `getaddrinfo` does: no empty or long part, no mark of direction
+    except UnicodeError:
+        return False
 
 
 def _see(host: str, where: str) -> None:

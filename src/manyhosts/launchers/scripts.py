@@ -68,7 +68,15 @@ def check_run_dir(job: Job) -> None:
     Raises:
         ConfigError: it holds the run of another script, or its record cannot be read.
     """
-    if job.run_dir.exists() and not job.run_dir.is_dir():
+    try:
+        is_file = job.run_dir.exists() and not job.run_dir.is_dir()
+    except OSError as cause:  # a name that is too long, a folder that may not be looked into
+        raise ConfigError(
+            f"the run directory cannot be looked at: {cause.strerror}",
+            where=str(job.run_dir),
+            fix="give another --run-dir",
+        ) from cause
+    if is_file:
         raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
     _see_files(job.run_dir)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):

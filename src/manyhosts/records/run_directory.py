@@ -135,7 +135,11 @@ class RunDirectory:
         Raises:
             ConfigError: it is the run of another script, something stands where its folders go, or it cannot be made.
         """
-        if self.run_json.exists():
+        try:
+            is_known = self.run_json.exists()
+        except OSError as cause:  # a name that is too long, a folder that may not be looked into
+            raise _cannot_make(self.path, cause) from cause
+        if is_known:
             record = read_json(self.run_json)
             before = str(record.get("script", ""))
             if Path(before).name != script.name and not has_content(record, script):
@@ -155,9 +159,13 @@ class RunDirectory:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            raise ConfigError(
-                f"cannot make the run directory: {cause.strerror or cause}",
-                where=str(self.path),
-                fix="choose another with --run-dir DIR",
-            ) from cause
+            raise _cannot_make(self.path, cause) from cause
         return self
+
+
+def _cannot_make(path: Path, cause: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot make the run directory: {cause.strerror or cause}",
+        where=str(path),
+        fix="choose another with --run-dir DIR",
+    )

@@ -19,7 +19,13 @@ def job(**changes: object) -> Job:
 
 @pytest.mark.parametrize(
     ("field", "value", "option"),
-    [("workers_per_node", 0, "--workers"), ("nodes", 0, "--nodes"), ("restarts", -1, "--restarts")],
+    [
+        ("workers_per_node", 0, "--workers"),
+        ("nodes", 0, "--nodes"),
+        ("restarts", -1, "--restarts"),
+        ("workers_per_node", 99_999_999_999, "--workers"),
+        ("nodes", 99_999_999_999, "--nodes"),
+    ],
 )
 def test_number_that_makes_no_sense_is_refused_by_the_name_of_its_option(field: str, value: int, option: str) -> None:
     with pytest.raises(ConfigError) as caught:

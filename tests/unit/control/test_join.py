@@ -15,7 +15,7 @@ from manyhosts.control import joining
 from manyhosts.control.handshake import ANY_NODE, Ask, Hello, Offer
 from manyhosts.control.head.state import ExternalAgent, Folder, Joining, Node
 from manyhosts.control.job import Job
-from manyhosts.control.join_secret import JoinSecret
+from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.errors import ConfigError
 from manyhosts.hosts.ways import Place, Ways, is_needed, opens
 from manyhosts.launchers.join import Join
@@ -187,3 +187,16 @@ def test_pipe_or_a_place_outside_where_the_head_names_a_file_is_missing_and_is_n
         offer = Offer(run="r", script="s", host="h", folder="/w", run_dir="runs/r", files={path: "0"}, versions={})
         with pytest.raises(ConfigError, match="is missing"):
             joining._see_files(offer, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["a..b:1", "a\u202eb:1", "a:99999"])
+def test_head_that_has_no_such_name_is_refused_before_it_is_looked_for(head: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        joining.join(joining.Wish(head=head, secret=JoinSecret("0" * 32, bytes(FINGERPRINT_BYTES)), folder=tmp_path))
+    assert caught.value.where == "ADDRESS"
+
+
+@pytest.mark.timeout(30)
+def test_secret_is_not_read_from_what_never_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["join", "a:1", "--secret-file", "/dev/zero"]) == 2
+    assert "this is not the secret of a run" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
+from manyhosts.records.run_directory import RunDirectory
 
 
 def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
@@ -94,6 +96,14 @@ def test_run_directory_of_a_script_that_is_elsewhere_is_refused(tmp_path: Path) 
 def test_run_directory_that_does_not_exist_is_a_new_run(tmp_path: Path) -> None:
     scripts.check_run_dir(job_in(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_directory_whose_name_is_too_long_is_refused_with_a_launcher_and_without(tmp_path: Path) -> None:
+    job = replace(job_in(tmp_path), run_dir=tmp_path / (300 * "a"))
+    with pytest.raises(ConfigError, match="the run directory cannot be looked at: File name too long"):
+        scripts.check_run_dir(job)
+    with pytest.raises(ConfigError, match="cannot make the run directory: File name too long"):
+        RunDirectory(job.run_dir).open_for(tmp_path / "train.py")
 
 
 def test_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

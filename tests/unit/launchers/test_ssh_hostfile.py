@@ -27,7 +27,9 @@ def test_host_has_a_destination_and_perhaps_a_port(host: str, destination: str, 
     assert hostfile.destination(host) == (destination, port)
 
 
-@pytest.mark.parametrize("host", ["a:b", "a:22:", "me@", ":22", "a:99999", "[fd77::1]22", "[a]:22", "a b"])
+@pytest.mark.parametrize(
+    "host", ["a:b", "a:22:", "me@", ":22", "a:99999", "[fd77::1]22", "[a]:22", "a b", "a..b", "a\u202eb", 64 * "a"]
+)
 def test_what_is_no_host_is_refused_with_what_may_be_written(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
         hostfile.in_words(host)
@@ -39,6 +41,12 @@ def test_lines_of_a_hostfile_say_ports_and_slots(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a:4\nme@b slots=2\n[fd77::1]:3\nfd77::2 slots=1 port=22\nc port=2222 slots=2\n")
     assert hostfile.in_file(path) == (("a", "me@b", "[fd77::1]", "[fd77::2]:22", "c:2222"), (4, 2, 3, 1, 2))
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\x7fELF\xd0\x30")
+    with pytest.raises(ConfigError, match="cannot read the hostfile: it is no text"):
+        hostfile.in_file(tmp_path / "hosts")
 
 
 def test_mpirun_is_told_no_host_that_it_would_misread(tmp_path: Path) -> None:

@@ -32,6 +32,17 @@ def trainer(run_dir: Path, **more: Any) -> mh.Trainer:
     return mh.Trainer(**{**arguments, **more})
 
 
+class Uncounted(TensorDataset):
+    """Has as many samples as `count` says, of whatever type."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__(torch.zeros(4, 1))
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count  # type: ignore[no-any-return]
+
+
 class Empty(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(())
@@ -45,6 +56,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "both batch_size",
     ),
     "no samples": ({"data": lambda: mh.Data(train=TensorDataset(torch.zeros(0, 1)), batch_size=5)}, "0 samples"),
+    "half a sample": ({"data": lambda: mh.Data(train=Uncounted(2.5), batch_size=5)}, "cannot say how many samples"),
+    "fewer than none": ({"data": lambda: mh.Data(train=Uncounted(-3), batch_size=5)}, "cannot say how many samples"),
     "a loader": ({"data": lambda: mh.Data(train=DataLoader(dataset()), batch_size=5)}, "DataLoader"),
     "a stream to validate": ({"data": lambda: mh.Data(train=dataset(), validation=Empty(), batch_size=5)}, "a stream"),
     "no set by name": (

@@ -72,7 +72,8 @@ def place_root(
         given = Given(
             f"the unit {name!r}" if name else "the model itself", always=unit is root and is_asynchronous(world.device)
         )
-        unit.register_forward_hook(noted(given.compare), with_kwargs=True)  # both before those of PyTorch
+        unit.register_forward_hook(noted(given.compare), with_kwargs=True)  # all before those of PyTorch
+        unit.register_forward_hook(noted(partial(written.compare, name)))
         unit.register_forward_hook(_own_memory)
         # The root is whole through all of the forward and all of the backward pass: nothing is gained in between.
         keeps = config.zero < 3 or unit is root

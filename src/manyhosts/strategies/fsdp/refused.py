@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from manyhosts.communication.layout import as_real
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import check_hooks, check_memory
@@ -159,12 +161,33 @@ class Written:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[str, nn.Parameter, int]] = {}
+        self._calls = Counter[str]()
+        self._sums: dict[str, list[tuple[str, nn.Parameter, Tensor]]] = {}
 
     def note(self, unit: str, module: nn.Module, inputs: Any) -> None:
         """The unit is called, with its parameters gathered."""
-        for name, each in module.named_parameters():
-            if not isinstance(each, DTensor) and not is_whole(each):
-                self._seen.setdefault(id(each), (f"{unit}.{name}".lstrip("."), each, each._version))
+        for name, each in _gathered(module):
+            self._seen.setdefault(id(each), (f"{unit}.{name}".lstrip("."), each, each._version))
+        self._calls[unit] += 1
+        self._sums.pop(unit, None)  # a call that a checkpoint makes again may break off before its end
+        if self._calls[unit] & self._calls[unit] - 1 == 0:
+            self._sums[unit] = [
+                (f"{unit}.{name}".lstrip("."), each, _sums(each))
+                for name, each in _gathered(module)
+                if each.requires_grad
+            ]
+
+    def compare(self, unit: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """See that its numbers are those that it was called with: what is written through `.data` counts no version.
+
+        Looked at in calls 1, 2, 4, 8 and so on, for each costs a pass over the parameters.
+
+        Raises:
+            ConfigError: some are others.
+        """
+        for name, parameter, before in self._sums.pop(unit, ()):
+            if not torch.equal(before, _sums(parameter)):
+                raise _written(name)
 
     def check(self) -> None:
         """See that nothing was written since they were noted, and forget them.
@@ -175,13 +198,27 @@ class Written:
         seen, self._seen = self._seen, {}
         for name, parameter, version in seen.values():
             if parameter._version != version:
-                raise ConfigError(
-                    f"the parameter {name!r} is written into while the model is computed: that is a copy, which is let "
-                    "go of, and the parameter itself would stay as it was",
-                    where="strategy='fsdp'",
-                    fix="write in the optimizer's step, or in step= before the model is called; or choose "
-                    "strategy='ddp'",
-                )
+                raise _written(name)
+
+
+def _gathered(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, each) for n, each in module.named_parameters() if not isinstance(each, DTensor) and not is_whole(each)]
+
+
+def _sums(parameter: nn.Parameter) -> Tensor:
+    """Two numbers that change with any of its own."""
+    values = as_real(parameter.detach())
+    both = (values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64))
+    return torch.stack(both).nan_to_num()
+
+
+def _written(name: str) -> ConfigError:
+    return ConfigError(
+        f"the parameter {name!r} is written into while the model is computed: that is a copy, which is let go of, and "
+        "the parameter itself would stay as it was",
+        where="strategy='fsdp'",
+        fix="write in the optimizer's step, or in step= before the model is called; or choose strategy='ddp'",
+    )
 
 
 def _inside(inputs: Any, named: Any) -> list[Any]:

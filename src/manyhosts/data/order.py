@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhosts.data.drawing import Weights, drawn
+from manyhosts.data.drawing import OrderOf, Weights, asked, drawn
 
 Indices = NDArray[np.int64]
 
@@ -56,9 +56,10 @@ class Order:
         shuffle: bool = True,
         drop_last: bool = False,
         weights: Weights | None = None,
+        order: OrderOf | None = None,
     ) -> None:
-        """`weights`: by which samples are drawn, with repeats; None: each once in an epoch."""
-        self.weights = weights
+        """`weights`: by which samples are drawn, with repeats; `order`: says them; neither: each once in an epoch."""
+        self.weights, self._order = weights, order
         self.length = length
         self.batch = batch
         self.seed = seed
@@ -79,6 +80,8 @@ class Order:
         return self._permutation[position.sample : position.sample + self.batch]
 
     def _of_epoch(self, epoch: int) -> Indices:
+        if self._order is not None:
+            return asked(self._order, self.length, seed=self.seed, epoch=epoch)
         if self.weights is not None:
             return drawn(self.weights, seed=self.seed, epoch=epoch)
         return permutation(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)

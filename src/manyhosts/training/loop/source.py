@@ -241,6 +241,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
         shuffle=settings.shuffle,
         drop_last=settings.drop_last,
         weights=data.weights,
+        order=data.order,
     )
     if not order.steps_per_epoch:
         raise ConfigError(

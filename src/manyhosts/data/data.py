@@ -17,8 +17,9 @@ from torch.utils.data import (
 )
 
 from manyhosts.config.arguments import OF_DATA, SAMPLER, answers
-from manyhosts.data.drawing import OrderOf, checked
+from manyhosts.data.drawing import checked
 from manyhosts.data.fetch import Collate
+from manyhosts.data.own_order import OrderOf
 from manyhosts.errors import ConfigError, DataError
 
 

@@ -1,22 +1,17 @@
-"""Samples drawn by weights, or as a function says, inside the one order: an epoch has as many as the dataset."""
+"""Samples that are drawn by weights, with repeats, inside the one order: an epoch has as many as the dataset."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 
 Weights = NDArray[np.float64]
-OrderOf = Callable[[int], Any]
-"""`order(epoch)`: the samples of an epoch by their numbers, in order."""
-_COMPARED = 3
-"""Epochs whose order is compared between workers, and with that of the run that is resumed."""
 
 
 def balanced(labels: Any) -> Weights:
@@ -67,36 +62,6 @@ def drawn(weights: Weights, *, seed: int, epoch: int) -> NDArray[np.int64]:
     return drawn_now
 
 
-def asked(order: OrderOf, length: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """What `order` says of `epoch`; shape `(length,)`. Random numbers that it draws are those of (seed, epoch).
-
-    Raises:
-        ConfigError: it says something else than the numbers of `length` samples.
-    """
-    with randomness.kept():
-        randomness.seed_all(seed, randomness.ORDER, epoch)
-        said = order(epoch)
-    found = np.asarray(said)
-    if found.shape != (length,) or found.dtype.kind not in "iu":
-        what = f"{found.dtype} of shape {found.shape}" if found.dtype != object else f"a {type(said).__name__}"
-        raise ConfigError(
-            f"order({epoch}) gives {what}, and an epoch has the numbers of {length} samples",
-            where="mh.Data(order=…)",
-            fix=f"give {length} whole numbers; of fewer samples each may come twice: np.resize(some, {length})",
-        )
-    if found.min() < 0 or found.max() >= length:
-        raise ConfigError(
-            f"order({epoch}) has sample {found.min() if found.min() < 0 else found.max()}, and they are numbered from "
-            f"0 to {length - 1}",
-            where="mh.Data(order=…)",
-            fix="give numbers of samples of the training set",
-        )
-    return found.astype(np.int64)
-
-
-def fingerprint(weights: Weights | None, order: OrderOf | None, length: int, seed: int) -> str:
-    """What tells these weights, or this order, from others."""
-    if order is not None:
-        first = [asked(order, length, seed=seed, epoch=epoch) for epoch in range(_COMPARED)]
-        return hashlib.sha256(np.stack(first).tobytes()).hexdigest()[:16]
-    return "" if weights is None else hashlib.sha256(weights.tobytes()).hexdigest()[:16]
+def fingerprint(weights: Weights) -> str:
+    """What tells these weights from others."""
+    return hashlib.sha256(weights.tobytes()).hexdigest()[:16]

@@ -20,7 +20,7 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.data import drawing, randomness
+from manyhosts.data import drawing, own_order, randomness
 from manyhosts.data.cut import Cut, CutBatches
 from manyhosts.data.data import Data, loss_of_first
 from manyhosts.data.identity import DataIdentity
@@ -365,8 +365,10 @@ def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[s
 
 
 def _drawn(data: Data, settings: Settings) -> str:
-    length = 0 if data.order is None else len(cast(Any, data.train))
-    return drawing.fingerprint(data.weights, data.order, length, settings.seed)
+    """What tells the order in which samples are drawn from others, where the script has a say in it."""
+    if data.order is not None:
+        return own_order.fingerprint(data.order, len(cast(Any, data.train)), seed=settings.seed)
+    return "" if data.weights is None else drawing.fingerprint(data.weights)
 
 
 def _length(dataset: Dataset[Any]) -> str:

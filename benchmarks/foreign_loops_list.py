@@ -347,7 +347,7 @@ DIFFUSION = Loop(
         run.update()
     run = mh.Run(models=lambda: UNet(device=device), optimizers=lambda params: optim.AdamW(params, lr=args.lr),
                  data=mh.Data(train=torch.utils.data.TensorDataset(images), batch_size=args.batch_size),
-                 virtual_workers=2, snapshots=mh.Snapshots(every="2 steps"))
+                 virtual_workers=2, snapshots=mh.Snapshots(every="2 steps", keep=1))
     run.fit(step, "5 steps")
 """,
         ),

@@ -9,9 +9,8 @@ No line of theirs is kept here: foreign_loops_list.py names repository, commit, 
 lines by number leave and which of ours come in their place. Data are small and random, made by those lines. Each loop
 is trained four times: by one worker, by two, by two of which one is killed after the first snapshot, and by two that
 are all killed then, after which one continues. Losses of all steps and the hash of the weights at the end are to be
-those of one worker. A `parts` loop keeps its model, and takes `mh.Order` and `mh.Saver` alone. What came of it goes to
-foreign_loops.jsonl, and from there to foreign_loops.md. Needs gymnasium for SAC, peft and transformers for AdaLoRA,
-lightning for Fabric, accelerate for Accelerate.
+those of one worker. What came of it goes to foreign_loops.jsonl, and from there to foreign_loops.md. Needs gymnasium
+for SAC, peft and transformers for AdaLoRA.
 """
 
 from __future__ import annotations
@@ -99,8 +98,6 @@ def tried(loop: Loop, clone: Path, work: Path) -> dict[str, Any]:
     """Train the loop in all ways, and compare."""
     outcomes = {}
     for way, workers in WAYS.items():
-        if loop.parts and way == "one of 2 killed":
-            continue  # survivors of a lost worker need mh.Run
         folder = work.absolute() / loop.name / way.replace(",", "").replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
         run = Training(loop, written(loop, clone, folder), folder)
@@ -172,7 +169,7 @@ class Training:
     def kill_after_first_snapshot(self, victims: Callable[[], list[psutil.Process]]) -> None:
         """Kill `victims()` when a snapshot is there."""
         while self.process.poll() is None:
-            if any(self.folder.glob(f"{self.loop.snapshots}/step-*")):
+            if any(self.folder.glob("run/snapshots/step-*")):
                 for each in victims():
                     os.kill(each.pid, signal.SIGKILL)
                     self.killed += 1
@@ -194,9 +191,6 @@ class Training:
         if code:
             lines = [line for line in text.splitlines() if "rror" in line]
             return {"error": (lines or text.splitlines() or ["?"])[-1][:200], "losses": [], "sha256": ""}
-        if self.loop.parts:
-            kept = json.loads((self.folder / "ended.json").read_text())
-            return {"error": "", "losses": kept["losses"], "sha256": kept["sha256"]}
         lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         losses = {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
         summary = json.loads((self.run_dir / "summary.json").read_text())

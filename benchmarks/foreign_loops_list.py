@@ -25,9 +25,6 @@ class Loop:
     beside: tuple[str, ...] = ()
     """Other files of the repository that the script reads, as they are."""
     words: tuple[str, ...] = ()
-    parts: bool = False
-    """Whether the loop stays its own, with our sampler and snapshots alone."""
-    snapshots: str = "run/snapshots"
 
     @property
     def lines(self) -> list[str]:
@@ -361,7 +358,7 @@ MAML = Loop(
     commit="f2e17106d6d50a9a0db766eb6396ce6c1a7a3466",
     path="examples/maml_regression/evjang_transforms.py",
     sha256="40d00f77022b910a04647289dabb8c897a355e7829d3b48ac8f674236b0b4e07",
-    remark="`grad` within `vmap` of torch.func, over the parameters of a placed model. Tasks are drawn by each part.",
+    remark="`grad` within `vmap` of torch.func, over the parameters of a placed model. Each part draws its own tasks.",
     edits=(
         (19, 21, "import manyhosts as mh"),
         (23, 23, "from torch.func import grad, vmap"),

@@ -112,11 +112,19 @@ SAC = Loop(
         (
             156,
             156,
-            '    args = Args(env_id="Pendulum-v1", buffer_size=500, learning_starts=-1, batch_size=16)  # data',
+            """
+    args = Args(env_id="Pendulum-v1", buffer_size=500, learning_starts=-1,  # data
+                batch_size=16, autotune=False)  # data
+""",
         ),
         (158, 174, ""),
         (
             192,
+            201,
+            "",
+        ),
+        (
+            210,
             224,
             """
     def made():
@@ -124,7 +132,7 @@ SAC = Loop(
         spaces = envs.single_observation_space, envs.single_action_space
         return envs, ReplayBuffer(args.buffer_size, *spaces, device, 1, False, False), envs.reset(seed=1)[0], None
     def played(_):
-        play, alpha, global_step = run.part.keep("play", dict), args.alpha, run.steps_done
+        play, global_step = run.part.keep("play", dict), run.steps_done
         envs, rb, obs, _ = cloudpickle.loads(bytes.fromhex(play["all"])) if play else made()
 """,
         ),
@@ -135,8 +143,7 @@ SAC = Loop(
             play["all"] = cloudpickle.dumps((envs, rb, obs, data)).hex()
             return qf_loss
     def acted(_):
-                    alpha, kept = args.alpha, run.part.keep("play", dict)["all"]
-                    data = cloudpickle.loads(bytes.fromhex(kept))[3]
+                    data = cloudpickle.loads(bytes.fromhex(run.part.keep("play", dict)["all"]))[3]
 """,
         ),
         (

@@ -322,8 +322,8 @@ DIFFUSION = Loop(
     path="ddpm.py",
     sha256="8b2ba24aa8ab312131bac0f5a45585f968991d95286f29e90888591b149ad49b",
     beside=("modules.py",),
-    remark="As it is, with its U-Net of 23 million parameters at 64 x 64. One and two workers ended with equal bits; on "
-    "a busy machine the other two ways did not end in time, so it has no record.",
+    remark="As it is, with its U-Net of 23 million parameters at 64 x 64. One and two workers ended with equal bits; "
+    "on a busy machine the other two ways did not end in time, so it has no record.",
     edits=(
         (4, 4, "import manyhosts as mh"),
         (7, 7, ""),

@@ -22,7 +22,8 @@ _OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 _PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the whole"
 SAMPLER = (
     "the order is made here, the same on any number of workers: mh.Data(weights=mh.balanced(labels)) draws every class "
-    "equally often, weights=[...] each sample as often as you say; or weigh the loss (nn.CrossEntropyLoss(weight=...))"
+    "equally often, weights=[...] each sample as often as you say, order=lambda epoch: [...] is an order of your own; "
+    "or weigh the loss (nn.CrossEntropyLoss(weight=...))"
 )
 _ORDER = "the order is made here, the same on any number of workers; shuffle=False keeps that of the dataset"
 

@@ -18,8 +18,9 @@ from torch.utils.data import (
 )
 
 from manyhosts.config.arguments import OF_DATA, SAMPLER, answers
-from manyhosts.data.drawing import Weights, checked
+from manyhosts.data.drawing import checked
 from manyhosts.data.fetch import Collate
+from manyhosts.data.own_order import OrderOf
 from manyhosts.errors import ConfigError, DataError
 
 
@@ -40,6 +41,8 @@ class Data:
         drop_last: leave out the last batch of an epoch where it is smaller than the others.
         weights: how often each sample of `train` is drawn, compared with the others: an epoch then has as many samples
             as `train`, drawn with repeats. `mh.balanced(labels)`: every class equally often.
+        order: `order(epoch)` gives the numbers of the samples of that epoch, in order, as many as `train` has: a
+            sampler of your own, or a curriculum. Every worker calls it, and it depends on nothing but the epoch.
         collate: makes a batch of a list of samples; PyTorch's `default_collate` where it is not given.
     """
 
@@ -57,6 +60,7 @@ class Data:
         shuffle: bool = True,
         drop_last: bool = False,
         weights: Sequence[float] | Any | None = None,
+        order: OrderOf | None = None,
         collate: Collate | None = None,
     ) -> None:
         self.train = train
@@ -74,19 +78,30 @@ class Data:
         for name, dataset in self.sets().items():
             check_dataset(name, dataset, where=f"mh.Data({name}=…)", is_stream_fine=name == "train")
 
-        self.weights = None if weights is None else self._drawn_by(weights)
+        self.order = order
+        length = 0 if weights is None and order is None else self._length("weights" if order is None else "order")
+        self.weights = None if weights is None else checked(weights, length)
+        if order is not None and (weights is not None or not callable(order)):
+            raise ConfigError(
+                "weights and order both say which samples an epoch has"
+                if weights is not None
+                else "order is no function",
+                where="mh.Data(order=…)",
+                fix="give one of the two; order=lambda epoch: the numbers of its samples",
+            )
 
-    def _drawn_by(self, weights: Any) -> Weights:
+    def _length(self, name: str) -> int:
+        """How many samples can be drawn by what is called `name`."""
         train: object = self.train
         if isinstance(train, IterableDataset) or not isinstance(train, Sized) or not self.shuffle:
             raise ConfigError(
-                "samples are drawn by weights, and there is no training set whose samples have numbers"
+                f"samples are drawn by {name}, and there is no training set whose samples have numbers"
                 if self.shuffle
-                else "shuffle=False keeps the order of the dataset, and weights draw another",
-                where="mh.Data(weights=…)",
-                fix="leave weights out, or give a map-style dataset and leave shuffle out",
+                else f"shuffle=False keeps the order of the dataset, and {name} says another",
+                where=f"mh.Data({name}=…)",
+                fix=f"leave {name} out, or give a map-style dataset and leave shuffle out",
             )
-        return checked(weights, len(train))
+        return len(train)
 
     def sets(self) -> dict[str, Dataset[Any]]:
         """Every set that was given, by `train`, `validation` and `test`; one of several as `validation/clean`."""

@@ -47,7 +47,7 @@ class DataIdentity:
     """That of one training set, found when somebody first asks."""
 
     def __init__(self, dataset: Dataset[Any] | None, *, seed: int, elsewhere: bool, weights: str = "") -> None:
-        """`weights`: what tells those that samples are drawn by from others; empty without.
+        """`weights`: what tells those that samples are drawn by, or their order, from others; empty without.
 
         `elsewhere`: read the samples in another process: this one has never opened the dataset, whose loader processes
         might not bear to share what it has open.
@@ -101,7 +101,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if before.get("length") != now.get("length"):
         return f"the training set has {now.get('length')} samples, and the run began with {before.get('length')}"
     if before.get("weights") != now.get("weights"):
-        return "samples are drawn by other weights than when the run began"
+        return "samples are drawn by other weights than when the run began, or in another order"
     kept, found = before.get("samples", {}), now.get("samples", {})
     for index in kept.keys() & found.keys():
         if not are_alike(kept[index], found[index]):

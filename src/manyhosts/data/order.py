@@ -7,6 +7,7 @@ because then a worker with several neighbouring parts reads one range, and parts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,9 +57,10 @@ class Order:
         shuffle: bool = True,
         drop_last: bool = False,
         weights: Weights | None = None,
+        own: Callable[[int], Indices] | None = None,
     ) -> None:
-        """`weights`: by which samples are drawn, with repeats; None: each once in an epoch."""
-        self.weights = weights
+        """`weights`: by which samples are drawn, with repeats; `own` says those of an epoch; neither: each once."""
+        self.weights, self._own = weights, own
         self.length = length
         self.batch = batch
         self.seed = seed
@@ -79,6 +81,8 @@ class Order:
         return self._permutation[position.sample : position.sample + self.batch]
 
     def _of_epoch(self, epoch: int) -> Indices:
+        if self._own is not None:
+            return self._own(epoch)
         if self.weights is not None:
             return drawn(self.weights, seed=self.seed, epoch=epoch)
         return permutation(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)

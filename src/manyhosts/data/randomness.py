@@ -19,7 +19,7 @@ import torch
 
 from manyhosts import device
 
-SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE, AUDIT, OWN_STEP, CALLBACK = range(9)
+SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE, AUDIT, OWN_STEP, CALLBACK, ORDER = range(10)
 """What a random number is for: the first part of its address, so that no two purposes share a stream."""
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from manyhosts.training.consistency.held_values import HeldValues, changed_attributes, differing
 
@@ -65,3 +66,21 @@ def test_number_that_is_set_again_is_put_back() -> None:
     places.put_back(before)
     assert model.value == 1
     assert not changed_attributes(before, places.now())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_weight_that_a_hook_of_torch_computes_before_each_forward_is_no_change() -> None:
+    layers = [
+        nn.utils.weight_norm(nn.Linear(3, 3)),
+        nn.utils.spectral_norm(nn.Linear(3, 3)),
+        prune.l1_unstructured(nn.Linear(3, 3), "weight", 2),
+        nn.Linear(3, 3),
+    ]
+    module = nn.Sequential(*layers)
+    module[3].counter = 0
+    before = HeldValues(module).now()
+    for each in module.parameters():
+        each.data.add_(1)
+    module(torch.ones(2, 3))
+    module[3].counter += 1
+    assert differing(before, HeldValues(module).now()) == ["3.counter"]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from manyhosts.errors import SnapshotError
+from manyhosts.snapshot.flatten import flatten
 from manyhosts.training.setup.trained_module import ModelAndLoss, names_kept
 from manyhosts.training.state.optimizer_names import by_name, load_by_name
 
@@ -57,7 +58,25 @@ def two_groups(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW([{"params": parameters[2:], "lr": 0.3}, {"params": parameters[:2]}], lr=0.01, amsgrad=True)
 
 
+def is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.dim() > 1
+
+
+class Filtered(torch.optim.SGD):
+    """Is given a function for each group, as published optimizers with LARS are."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__([{"params": parameters, "decays": is_matrix}], lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in filter(group["decays"], group["params"]):
+                each.data.mul_(0.99)
+        return super().step(closure)
+
+
 MAKERS: dict[str, Make] = {
+    "one with a function": Filtered,
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "Adam in two groups": two_groups,
@@ -114,6 +133,13 @@ def test_state_by_name_comes_back_as_it_was_and_trains_on_to_the_same_bits(kind:
     train(module, optimizer, 2)
     train(fresh, its_own, 2)
     assert same(dict(fresh.state_dict()), dict(module.state_dict()))
+
+
+def test_function_in_a_group_is_left_out_of_a_snapshot() -> None:
+    module, optimizer = made(Filtered)
+    train(module, optimizer, 1)
+    flatten(by_name(optimizer, module))
+    assert optimizer.param_groups[0]["decays"] is is_matrix
 
 
 def test_names_are_those_under_which_a_snapshot_has_the_parameters() -> None:

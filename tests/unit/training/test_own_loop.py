@@ -309,3 +309,39 @@ def test_plain_attribute_that_a_step_changes_is_named(tmp_path: Path, place: str
     named = {"number": "one.calls", "scores in an object": "one.scores"}.get(place)
     assert [named in note for note in notes if named] == ([True] if named else [])
     assert bool(notes) is bool(named)
+
+
+def test_validate_test_predict_and_save_use_the_same_weights_and_say_which(tmp_path: Path) -> None:
+    """The rate rises, so that the best validation is not the last."""
+    data, layer = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True)), nn.Linear(3, 1)
+    error: Callable[[Any, Any], torch.Tensor] = lambda models, batch: (models["m"](batch[0]) - batch[1]).square().mean()  # noqa: E731
+    run = mh.Run(
+        models={"m": lambda: nn.Linear(3, 1)},
+        optimizers=lambda params: torch.optim.SGD(params, 0.1),
+        schedulers={"m": lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0 if step < 6 else 12.0)},
+        data=mh.Data(train=data, validation=data, test=data, batch_size=4),
+        evaluate=error,
+        early_stopping=mh.EarlyStopping("loss", patience=50),
+        run_dir=tmp_path,
+    )
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: error(run.models, batch))
+        run.update()
+
+    run.fit(step, "5 epochs")
+    found: dict[str, float] = {}
+    for given in ({}, {"weights": "best"}, {"weights": "last"}):
+        name = next(iter(given.values()), "default")
+        run.save(tmp_path / f"{name}.pt", **given)  # type: ignore[arg-type]
+        kept = torch.load(tmp_path / f"{name}.pt")
+        layer.load_state_dict({key.rpartition(".")[2]: value for key, value in kept.items()})
+        found[name] = run.validate(**given)["loss"]  # type: ignore[arg-type]
+        assert run.test(**given)["loss"] == found[name]  # type: ignore[arg-type]
+        for outputs in (run.predict(data, **given), layer(INPUTS)):  # type: ignore[arg-type]
+            assert (outputs - data.tensors[1]).square().mean().item() == pytest.approx(found[name], rel=1e-5)
+    assert found["default"] == found["best"] < found["last"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    said = [line["text"] for line in lines if line["event"] == "note" and "weights, of step" in line["text"]]
+    assert sum("the best weights" in text for text in said) == 6
+    assert sum("the last weights, of step 15" in text for text in said) == 3

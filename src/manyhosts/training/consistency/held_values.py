@@ -177,7 +177,8 @@ class HeldValues:
 
     def _add_modules(self, name: str, module: nn.Module) -> None:
         for path, part in module.named_modules():
-            self._add_names(".".join(filter(None, (name, path))), vars(part), vars(part).keys() - _INTERNAL)
+            own = vars(part).keys() - _INTERNAL - _computed_by_hooks(part)
+            self._add_names(".".join(filter(None, (name, path))), vars(part), own)
 
     def _add_names(self, name: str, holder: dict[str, Any], keys: Iterable[str]) -> None:
         self.places.update({f"{name}.{key}" if name else key: (holder, key) for key in keys})
@@ -214,6 +215,13 @@ class HeldValues:
         return [
             each for each in held.values() if isinstance(each, functions) or (callable(each) and _is_of_script(each))
         ]
+
+
+def _computed_by_hooks(module: nn.Module) -> set[str]:
+    """The weights that `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` compute again before each forward."""
+    names = ("name", "_tensor_name")
+    hooks = [each for each in module._forward_pre_hooks.values() if type(each).__module__.startswith("torch.nn.utils.")]
+    return {vars(hook)[name] for hook in hooks for name in names if isinstance(vars(hook).get(name), str)}
 
 
 def _cell(cell: types.CellType) -> list[Any]:

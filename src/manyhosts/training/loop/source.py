@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,6 +17,7 @@ from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Order, Position
+from manyhosts.data.own_order import asked
 from manyhosts.data.shards import ShardProgress, ShardReader, Share, States
 from manyhosts.data.steps import LoadedPiece, Loader, PiecePlan, Step, Steps
 from manyhosts.data.stream import Stream
@@ -234,13 +236,15 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             processes=1 if settings.loader_workers == "auto" else settings.loader_workers,
         )
         return ShardedSource(stream, cut, world) if hasattr(data.train, "shard") else StreamSource(stream, Cuts(cut))
+    length = len(cast(Any, data.train))
     order = Order(
-        len(cast(Any, data.train)),
+        length,
         batch=batch,
         seed=settings.seed,
         shuffle=settings.shuffle,
         drop_last=settings.drop_last,
         weights=data.weights,
+        own=None if data.order is None else partial(asked, data.order, length, settings.seed),
     )
     if not order.steps_per_epoch:
         raise ConfigError(

@@ -68,7 +68,7 @@ class Parts:
     def of(self, index: int) -> Part:
         """The part of this number."""
         if index not in self._live:
-            kept = copy.deepcopy(self.kept.get(index, {}))
+            kept = copy.deepcopy(self.kept[index]) if index in self.kept else {}
             self._live[index] = Part(index, self.count, kept, stays=self.stays)
         return self._live[index]
 

@@ -93,6 +93,8 @@ class OwnLoop(WholeModel):
         self.logged: dict[str, Tensor] = {}
         self.calls = 0
         """Backward passes of this step so far."""
+        self._placed: list[nn.Parameter] = []
+        """All parameters: to walk through the models in every backward pass takes longer than a small one."""
         self._agreed: dict[int, Agreed] = {}
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
@@ -104,6 +106,7 @@ class OwnLoop(WholeModel):
     def place(self, model: nn.Module) -> nn.Module:
         """Place all models as `inner` does."""
         self.model = self.inner.place(model)
+        self._placed = list(self.model.parameters())
         self._know_all_trained()
         return self.model
 
@@ -118,7 +121,7 @@ class OwnLoop(WholeModel):
         for name, each in combined.named.items():
             parameters = [parameter for group in each.param_groups for parameter in group["params"]]
             self.groups[name] = Group(each, parameters, schedulers.get(name))
-            with _trained(self.model, parameters, also_frozen=True):
+            with _trained(self._placed, parameters, also_frozen=True):
                 self.groups[name].buckets = (
                     parameters if isinstance(self.inner, SingleProcess) else self.inner._buckets_of(parameters)
                 )
@@ -361,7 +364,7 @@ class OwnLoop(WholeModel):
             self.inner.agreed = agreed
         self._use(group)
         try:
-            with _trained(self.model, group.parameters):
+            with _trained(self._placed, group.parameters):
                 yield
         finally:
             self._use(None)
@@ -514,14 +517,18 @@ def _copy_of(group: Group) -> Callable[[], None]:
 
 
 @contextmanager
-def _trained(model: nn.Module, parameters: Sequence[nn.Parameter], *, also_frozen: bool = False) -> Iterator[None]:
-    """Within, of all parameters of `model` these alone are trained: those that are, or the frozen ones, too."""
+def _trained(
+    everything: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter], *, also_frozen: bool = False
+) -> Iterator[None]:
+    """Within, of `everything` these parameters alone are trained: those that are, or the frozen ones, too."""
     own = {id(each) for each in parameters}
-    before = [(each, each.requires_grad) for each in model.parameters()]
+    before = [(each, each.requires_grad) for each in everything]
     for each, is_trained in before:
-        each.requires_grad_(id(each) in own and (is_trained or also_frozen))
+        if is_trained is not (wanted := id(each) in own and (is_trained or also_frozen)):
+            each.requires_grad_(wanted)
     try:
         yield
     finally:
         for each, is_trained in before:
-            each.requires_grad_(is_trained)
+            if each.requires_grad is not is_trained:
+                each.requires_grad_(is_trained)

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.data import drawing, randomness
+from manyhosts.data import drawing, own_order, randomness
 from manyhosts.data.cut import Cut, CutBatches
 from manyhosts.data.data import Data, loss_of_first
 from manyhosts.data.identity import DataIdentity
@@ -311,7 +311,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
             data.train,
             seed=settings.seed,
             elsewhere=settings.loader_workers not in (0, "auto"),
-            weights=_weights_of(data),
+            weights=_drawn(data, settings),
         ),
         batch=batch,
         watched_loss=loss_of_first(data.validation),
@@ -362,12 +362,15 @@ def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World
 def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
     """What the script has given, in words, as far as it must be the same on every worker."""
     lengths = {name: type(each).__qualname__ + _length(each) for name, each in data.sets().items()}
-    if data.weights is not None:
-        lengths["weights"] = f"drawn by weights {_weights_of(data)}"
+    if drawn := _drawn(data, settings):
+        lengths["order"] = f"drawn in the order {drawn}"
     return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
 
 
-def _weights_of(data: Data) -> str:
+def _drawn(data: Data, settings: Settings) -> str:
+    """What tells the order in which samples are drawn from others, where the script has a say in it."""
+    if data.order is not None:
+        return own_order.fingerprint(data.order, len(cast(Any, data.train)), seed=settings.seed)
     return "" if data.weights is None else drawing.fingerprint(data.weights)
 
 

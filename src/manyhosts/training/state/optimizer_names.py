@@ -41,7 +41,8 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
             if id(parameter) not in known:
                 raise _refusal(f"holds a parameter of shape {tuple(parameter.shape)} that the model has not")
             names[number] = known[id(parameter)]
-        groups.append({**group, "params": [names[number] for number in group["params"]]})
+        kept = {key: value for key, value in group.items() if not callable(value)}  # functions are the script's
+        groups.append({**kept, "params": [names[number] for number in group["params"]]})
     if taken := set(names.values()) & given["state"].keys():
         raise _refusal(f"keeps something under {min(taken)!r}, which is the name of a parameter")
     state = {names.get(key, key): value for key, value in given["state"].items()}
@@ -69,7 +70,7 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
     numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
     state = {numbers.get(key, key): value for key, value in kept["state"].items()}
     placed = [
-        {**there, **_kernels(here), "params": [numbers[name] for name in names]}
+        {**there, **_of_script(here), "params": [numbers[name] for name in names]}
         for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
     ]
     optimizer.load_state_dict({**kept, "state": state, "param_groups": placed})
@@ -82,8 +83,9 @@ def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, An
     }
 
 
-def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in KERNELS if key in group}
+def _of_script(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What no snapshot brings: kernels, which are for the device of now, and functions, such as the filters of LARS."""
+    return {key: value for key, value in group.items() if key in KERNELS or callable(value)}
 
 
 def _is_numbered(given: Mapping[str, Any], held: list[dict[str, Any]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,15 @@ from manyhosts.communication.parts import TensorPart
 from manyhosts.device import by_device
 from manyhosts.strategies.strategy import Shard
 from manyhosts.strategies.traits import Traits
+
+
+def sum_together(given: Sequence[Tensor], summed: Callable[[Tensor], Tensor]) -> None:
+    """Have their sums over workers in place of `given`, by a message for each dtype. `summed` makes one of them."""
+    for dtype in dict.fromkeys(each.dtype for each in given):
+        own = [each for each in given if each.dtype == dtype]
+        flat = summed(torch.cat([each.reshape(-1) for each in own]))
+        for each, part in zip(own, flat.split([each.numel() for each in own]), strict=True):
+            each.copy_(part.view_as(each))
 
 
 class CutModel:

@@ -1,4 +1,4 @@
-"""Copies of a pipeline's stages: the weights of one process, the norms of its steps, its evaluations and its snapshots."""
+"""Copies of a pipeline's stages: weights, norms and evaluations of one process; their snapshots; what is refused."""
 
 from __future__ import annotations
 

@@ -140,9 +140,9 @@ def short() -> nn.Module:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no chain": ({"model": Alone}, "is a Alone, which is no nn.Sequential and has no nn.ModuleList"),
-    "more stages than blocks": ({"model": short}, "there are 2 workers, each of which is a stage, and the model has 1"),
+    "more stages than blocks": ({"model": short}, "there are 2 stages, and the model has 1"),
     "a cut of nothing": ({"strategy": mh.Pipeline(cuts=["blocks.9"])}, "'blocks.9' is no block with which a stage"),
-    "too many cuts": ({"strategy": mh.Pipeline(cuts="blocks.1,blocks.2")}, "and 2 workers take 1"),
+    "too many cuts": ({"strategy": mh.Pipeline(cuts="blocks.1,blocks.2")}, "and 2 stages take 1"),
     "something between blocks": ({"model": Forks}, "is not given what the one before it gives"),
     "something kept for the end": ({"model": lambda: Forks(late=True)}, "stage"),
     "a step": ({"step": counting_step, "loss": None}, "step= computes model and loss in one"),

@@ -19,6 +19,9 @@ class Pipeline:
 
     name: ClassVar[str] = "pipeline"
 
+    stages: int = 0
+    """How many stages there are; 0: each worker is one. With fewer than workers each stage is on as many workers as
+    there are copies of the model: they read different samples, and sum its gradients."""
     cuts: str | Sequence[str] = MEASURED
     """Where the model is cut. `measured`: rank 0 times each block, and the slowest stage is as fast as it can be;
     `layers`: equally many blocks for each worker; or the names of the blocks with which the second stage and those
@@ -39,6 +42,12 @@ class Pipeline:
                 )
             object.__setattr__(self, "cuts", tuple(given))
         check_kinds(self, prefix="Pipeline.")
+        if self.stages < 0:
+            raise ConfigError(
+                f"stages is {self.stages}",
+                where="Pipeline(stages=…)",
+                fix="set it to how many there are, or leave it out",
+            )
         if self.passes not in ("1f1b", "gpipe"):
             raise ConfigError(f"passes is {self.passes!r}", where="Pipeline(passes=…)", fix='choose "1f1b" or "gpipe"')
 

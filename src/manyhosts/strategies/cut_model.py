@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +72,15 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     return begin * size, (begin + last + 1) * size
+
+
+def sum_together(given: Sequence[Tensor], summed: Callable[[Tensor], Tensor]) -> None:
+    """Have their sums over workers in place of `given`, by a message for each dtype. `summed` makes one of them."""
+    for dtype in dict.fromkeys(each.dtype for each in given):
+        own = [each for each in given if each.dtype == dtype]
+        flat = summed(torch.cat([each.reshape(-1) for each in own]))
+        for each, part in zip(own, flat.split([each.numel() for each in own]), strict=True):
+            each.copy_(part.view_as(each))
 
 
 class CutModel:

@@ -24,7 +24,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import LateNumbers, is_asynchronous
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import CutModel
+from manyhosts.strategies.cut_model import CutModel, sum_together
 from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
 from manyhosts.strategies.fsdp.place import place_root
@@ -147,17 +147,18 @@ class FullySharded(CutModel):
         then each of their messages must be as long as the others'.
         """
         copies = self.mesh.along("replicate")
+        if copies.size == 1:
+            return
+
+        def summed(flat: Tensor) -> Tensor:
+            flat = flat.to(self.world.device)
+            return rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
+
         trained = [each for each in self.parameters if each.requires_grad and not is_whole(each)]
-        for dtype in dict.fromkeys(each.dtype for each in trained) if copies.size > 1 else ():
-            own = [each for each in trained if each.dtype == dtype]
-            given = [
-                torch.zeros_like(self.holding.local(each)) if each.grad is None else self.holding.local(each.grad)
-                for each in own
-            ]
-            flat = torch.cat([each.reshape(-1) for each in given]).to(self.world.device)
-            flat = rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
-            for part, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
-                part.copy_(summed.view_as(part))
+        local = self.holding.local
+        sum_together(
+            [torch.zeros_like(local(each)) if each.grad is None else local(each.grad) for each in trained], summed
+        )
 
     def _start_whole(self) -> tuple[list[Tensor], Tensor, Work]:
         """Begin to sum over all workers the gradients of what each keeps whole; what has none is sent as zero."""

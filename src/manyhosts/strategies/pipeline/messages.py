@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,16 +134,17 @@ def _as_it_lay(layout: _Layout, data: Tensor) -> Tensor:
 
 
 class Channel:
-    """Messages between workers. Sends do not wait: they are ended with the step, or when it is known that they came."""
+    """Messages between stages. Sends do not wait: they are ended with the step, or when it is known that they came."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        """`ranks`: in `world`, those of the stages."""
+        self.world, self.ranks = world, ranks
         self.waited_s = 0.0
         """Seconds waited for messages of others."""
         self._under_way: list[tuple[Waitable, Tensor]] = []
 
-    def send(self, value: Any, rank: int, tag: int, *, beside: Mapping[str, Any] | None = None) -> None:
-        """Begin to send `value` to worker `rank`, with plain values `beside` it."""
+    def send(self, value: Any, stage: int, tag: int, *, beside: Mapping[str, Any] | None = None) -> None:
+        """Begin to send `value` to a stage, with plain values `beside` it."""
         taken = flat(value)
         parts = [_taken_apart(each) for each in taken.tensors]
         layouts = [[each.dtype, each.shape, each.order, each.repeats] for each, _ in parts]
@@ -152,14 +153,14 @@ class Channel:
         body = torch.cat([head, *(data for _, data in parts)])
         for message in (torch.tensor([len(words), body.numel()], dtype=torch.int64), body):
             self.world.count_sent(message.nbytes)
-            work = dist.isend(message, dst=rank, tag=tag)
+            work = dist.isend(message, dst=self.ranks[stage], tag=tag)
             assert work is not None, "every worker is in the default group"
             self._under_way.append((work, message))
 
-    def receive(self, rank: int, tag: int) -> tuple[Any, dict[str, Any]]:
-        """The next value of worker `rank`, with the plain values beside it."""
+    def receive(self, stage: int, tag: int) -> tuple[Any, dict[str, Any]]:
+        """The next value of a stage, with the plain values beside it."""
         begin = time.perf_counter()
-        length = torch.empty(_HEADER, dtype=torch.int64)
+        rank, length = self.ranks[stage], torch.empty(_HEADER, dtype=torch.int64)
         dist.recv(length, src=rank, tag=tag)
         words, size = length.tolist()
         body = torch.empty(size, dtype=torch.uint8)

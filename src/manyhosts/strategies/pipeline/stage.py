@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.world import World
+from manyhosts.communication.mesh import Mesh
 from manyhosts.data import randomness
 from manyhosts.strategies.pipeline.chain import Chain, run
 from manyhosts.strategies.pipeline.messages import (
@@ -61,12 +61,12 @@ class _Held:
 class Stage:
     """That of this worker."""
 
-    def __init__(self, model: nn.Module, chain: Chain, cuts: Sequence[int], tied: Sequence[Tied], world: World) -> None:
-        self.model, self.chain, self.world = model, chain, world
-        self.number, self.count = world.rank, world.size
+    def __init__(self, model: nn.Module, chain: Chain, cuts: Sequence[int], tied: Sequence[Tied], mesh: Mesh) -> None:
+        self.model, self.chain = model, chain
+        self.number, self.count = mesh.coordinate("pipe"), mesh.size("pipe")
         self.begin, self.end = cuts[self.number], cuts[self.number + 1]
         self.tied = tied
-        self.channel = Channel(world)
+        self.channel = Channel(mesh.world, mesh.peers("pipe"))
         self.lent: dict[str, nn.Parameter] = {}
         """What other stages own and this one uses, by name."""
         self.held: dict[int, _Held] = {}

@@ -1,7 +1,7 @@
 """A pipeline: each worker is a stage, has the tensors of its blocks, and computes one micro-batch after another.
 
-Every worker reads every batch, in the micro-batches in which one process would compute it. Weights come out bit for bit
-as those of that process, under every schedule and number of stages.
+The workers of one copy of the model read the same samples, in the micro-batches in which one process would compute
+them. With one copy weights come out bit for bit as those of that process, under every schedule and number of stages.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from manyhosts.communication.gathering import gather_plain
-from manyhosts.communication.layout import spread
+from manyhosts.communication.layout import as_real, spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.config.pipelined import BY_LAYERS, MEASURED, Pipeline
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import CutModel, check_memory
+from manyhosts.strategies.cut_model import CutModel, check_memory, sum_together
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain
 from manyhosts.strategies.pipeline.holding import Stages
@@ -52,7 +52,15 @@ class Pipelined(CutModel):
                 where="strategy='pipeline'",
                 fix="choose another strategy, or start on machines without GPUs",
             )
-        super().__init__(Mesh(world, pipe=world.size), Stages(world))
+        stages = config.stages or world.size
+        if world.size % stages:
+            raise ConfigError(
+                f"there are {world.size} workers, which are no whole number of copies of {stages} stages",
+                where="Pipeline(stages=…)",
+                fix=f"start {stages} workers or a multiple of {stages}, or set stages so that it divides {world.size}",
+            )
+        super().__init__(Mesh(world, pipe=stages), Stages(world))
+        self.stages = stages
         self.config = config
         self.agreed = Agreed()
         self.sample: Sample | None = None
@@ -86,6 +94,7 @@ class Pipelined(CutModel):
         _check_called(whole)
         chain = find_chain(whole)
         self._check_count(chain)
+        self._check_copies(model, *loss)
         spread([*model.parameters(), *model.buffers()], self.world)
         seen = self._seen(whole, chain)
         cuts = self._cuts(chain, seen.seconds)
@@ -96,20 +105,38 @@ class Pipelined(CutModel):
             prove(whole, stages, cuts, sample.inputs(), sample.context)
         self.world.barrier()
         self._say(chain, cuts, seen.seconds)
-        tied = leave(whole, stages, self.world.rank)
+        tied = leave(whole, stages, self.mesh.coordinate("pipe"))
         self.loss = loss[0] if loss else nn.Module()
-        self.stage = Stage(whole, chain, cuts, tied, self.world)
+        self.stage = Stage(whole, chain, cuts, tied, self.mesh)
         whole.forward = self.stage.evaluate
         self.parameters = list(model.parameters())
         return model
 
     def _check_count(self, chain: Chain) -> None:
-        if len(chain.blocks) < self.world.size:
+        if len(chain.blocks) < self.stages:
             raise ConfigError(
-                f"there are {self.world.size} workers, each of which is a stage, and the model has "
-                f"{len(chain.blocks)} blocks: {', '.join(chain.names)}",
+                f"there are {self.stages} stages, and the model has {len(chain.blocks)} blocks: "
+                f"{', '.join(chain.names)}",
                 where="strategy='pipeline'",
-                fix=f"start at most {len(chain.blocks)} workers, or write the model in more blocks",
+                fix=f"set stages to at most {len(chain.blocks)} (where it is not set, each worker is one), or write "
+                "the model in more blocks",
+            )
+
+    def _check_copies(self, model: nn.Module, *loss: nn.Module) -> None:
+        """See that copies of a stage, which read different samples, have nothing that follows from their own alone.
+
+        Raises:
+            ConfigError: there are such copies, and the model has BatchNorm layers or the loss has buffers.
+        """
+        if self.mesh.data.size == 1:
+            return
+        norms = [name for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+        if norms or any(True for each in loss for _ in each.buffers()):
+            what = f"{norms[0]} is a BatchNorm layer" if norms else "the loss has buffers"
+            raise ConfigError(
+                f"{what}, of which each of the {self.mesh.data.size} copies of a stage would see its own samples alone",
+                where="Pipeline(stages=…)",
+                fix=f"set stages={self.world.size}, so that there are no copies, or use another norm",
             )
 
     def _seen(self, model: nn.Module, chain: Chain) -> Seen:
@@ -126,7 +153,7 @@ class Pipelined(CutModel):
             return Seen(uses_by_blocks(model, [block for _, block in chain.blocks]))
         reported: dict[str, Any] = {}
         if self.world.is_leader:
-            timed = self.config.cuts == MEASURED and self.world.size > 1
+            timed = self.config.cuts == MEASURED and self.stages > 1
             seen = look(model, chain, sample.inputs(), sample.context, timed=timed)
             reported = {"uses": seen.uses, "seconds": seen.seconds}
         return Seen(**gather_plain(self.world, reported)[0])
@@ -137,7 +164,7 @@ class Pipelined(CutModel):
         Raises:
             ConfigError: a cut is none of the blocks', or there are more or fewer than stages need.
         """
-        count, stages, named = len(chain.blocks), self.world.size, self.config.named
+        count, stages, named = len(chain.blocks), self.stages, self.config.named
         if named:
             for name in named:
                 if name not in chain.names[1:]:
@@ -149,17 +176,19 @@ class Pipelined(CutModel):
             places = [chain.names.index(name) for name in named]
             if places != sorted(set(places)) or len(places) != stages - 1:
                 raise ConfigError(
-                    f"cuts are {', '.join(named)}, and {stages} workers take {stages - 1}, each once, in the model's "
+                    f"cuts are {', '.join(named)}, and {stages} stages take {stages - 1}, each once, in the model's "
                     "order",
                     where="Pipeline(cuts=…)",
-                    fix=f"name {stages - 1}, or start {len(named) + 1} workers",
+                    fix=f"name {stages - 1}, or set stages={len(named) + 1}",
                 )
             return [0, *places, count]
         return best_cuts(seconds, stages) if seconds else even_cuts(count, stages)
 
     def _say(self, chain: Chain, cuts: Sequence[int], seconds: list[float]) -> None:
         begins = [chain.names[place] for place in cuts[:-1]]
-        words = f"pipeline of {self.world.size} stages, which begin with {', '.join(begins)}"
+        copies = self.mesh.data.size
+        words = f"pipeline of {self.stages} stages, which begin with {', '.join(begins)}"
+        words += f", in {copies} copies" if copies > 1 else ""
         if seconds:
             took = [f"{1e3 * each:.3g}" for each in loads(seconds, list(cuts))]
             words += f" (cut by measured time: {', '.join(took)} ms for each micro-batch)"
@@ -168,8 +197,9 @@ class Pipelined(CutModel):
         elif self.config.cuts == BY_LAYERS:
             words += " (cut by layers)"
         self.world.notes.append(words)
+        holders = "one worker" if copies == 1 else f"{copies} workers"
         self.world.notes.append(
-            "each tensor is on one worker alone: where one is lost, the run is started again from the newest snapshot"
+            f"each tensor is on {holders} alone: where one is lost, the run is started again from the newest snapshot"
         )
 
     def forward_backward(
@@ -199,6 +229,7 @@ class Pipelined(CutModel):
                     losses.append(scale(tally.add(values, piece.weight)))
         self._share_loss(stage)
         stage.channel.finish()
+        self._sum_copies()
         self.computed_s += time.perf_counter() - begin
         self.waited_s += stage.channel.waited_s - waited
         self.theory.append(bubble(stage.count, len(pieces)))
@@ -222,15 +253,28 @@ class Pipelined(CutModel):
             buffer.copy_(value)
 
     @torch.no_grad()
+    def _sum_copies(self) -> None:
+        """Sum the gradients of this stage over its copies; one that a copy has not found counts as zero there."""
+        copies = self.mesh.data
+        if copies.size == 1:
+            return
+        trained = [each for each in self.parameters if each.requires_grad and not each.is_meta]
+        found = torch.tensor([each.grad is not None for each in trained], dtype=torch.float32)
+        for each, has in zip(trained, copies.all_reduce(found).tolist(), strict=True):
+            if has and each.grad is None:
+                each.grad = torch.zeros_like(each)
+        sum_together([as_real(each.grad) for each in trained if each.grad is not None], copies.all_reduce)
+
+    @torch.no_grad()
     def _norms(self, model: nn.Module) -> list[Tensor]:
         """The norm of each gradient, in the model's order, on every worker, as the one that holds it has found it."""
         own = torch.zeros(2, len(self.parameters), dtype=torch.float64)
-        of_loss = set() if self.world.is_leader else {id(each) for each in self.loss.parameters()}
+        of_loss = set() if self.mesh.coordinate("pipe") == 0 else {id(each) for each in self.loss.parameters()}
         held = [(place, each) for place, each in enumerate(self.parameters) if id(each) not in of_loss]
         here = [(place, each.grad) for place, each in held if each.grad is not None]
         for (place, _), norm in zip(here, torch._foreach_norm([grad for _, grad in here]) if here else (), strict=True):
             own[0, place], own[1, place] = norm.double(), 1.0
-        norms, there = self.world.all_reduce(own)
+        norms, there = self.mesh.along("pipe").all_reduce(own)
         return [norm.to(each.dtype) for norm, has, each in zip(norms, there, self.parameters, strict=True) if bool(has)]
 
     @torch.no_grad()
@@ -274,7 +318,7 @@ class Pipelined(CutModel):
         if self.stage is None or not self.computed_s:
             return ""
         own = self.waited_s / self.computed_s
-        shares = self.world.stack(torch.tensor([own], dtype=torch.float64)).flatten().tolist()
+        shares = self.mesh.along("pipe").stack(torch.tensor([own], dtype=torch.float64)).flatten().tolist()
         expected = sum(self.theory) / len(self.theory)
         waited = ", ".join(f"{100 * share:.0f} %" for share in shares)
         return (

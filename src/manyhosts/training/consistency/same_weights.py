@@ -73,8 +73,12 @@ def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: st
         TrainingError: they do not, on all workers alike.
     """
     holding, mesh = strategy.holding, strategy.mesh
-    tensors = holding.everywhere(tensors)
-    cut = {name: holding.local(each) for name, each in tensors.items() if isinstance(holding.part(each), TensorPart)}
+    common = holding.everywhere(tensors)
+    cut = {
+        name: holding.local(each)
+        for name, each in tensors.items()
+        if name not in common or isinstance(holding.part(each), TensorPart)
+    }
     copies = mesh.along("replicate")
     rows = gather_plain(copies, tensor_checksums(cut))
     differing = next((name for name in cut if len({row.get(name) for row in rows}) > 1), "")
@@ -84,7 +88,7 @@ def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: st
             where=moment,
             fix=_remedy(name, is_buffer=False, is_rounding=False),
         )
-    return {name: each for name, each in tensors.items() if name not in cut}
+    return {name: each for name, each in common.items() if name not in cut}
 
 
 def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:

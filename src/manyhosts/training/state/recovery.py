@@ -35,7 +35,7 @@ def why_not_survive(parts: Parts) -> str:
     if world.backend != backend_for(world.device):
         return f"{world.backend} between GPUs does not tell which exchange was cut off"
     if not parts.strategy.traits.survives_loss:
-        return "each worker holds a part of the model that no other has"
+        return "no worker holds the whole model"
     return ""
 
 

@@ -1,0 +1,80 @@
+"""Copies of a pipeline's stages: weights, norms and evaluations of one process; their snapshots; what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import summary
+from launching import run
+from ranks import run_ranks
+from sharded import Case, assert_same, both, make_trainer, script, trained
+from torch import nn
+
+from manyhosts.errors import ConfigError
+
+pytestmark = pytest.mark.multiprocess
+
+CASES = {
+    "one micro-batch": Case(),
+    "micro-batches": Case(trainer={"micro_batch_size": 2}),
+    "clipped": Case(trainer={"clip_gradients": 0.1, "micro_batch_size": 2}),
+    "an uneven rest": Case(samples=25, batch=12, trainer={"micro_batch_size": 2}),  # the last batch has one sample
+    "AdamW": Case(optimizer="AdamW", trainer={"micro_batch_size": 2}),
+    "bf16": Case(trainer={"precision": "bf16", "micro_batch_size": 2}),
+    "loss with parameters": Case(centred=True, trainer={"micro_batch_size": 2}),
+}
+
+
+def test_copies_of_stages_train_as_one_process(tmp_path: Path) -> None:
+    alone = trained(1, CASES, tmp_path / "alone")
+    cases = {name: replace(case, strategy="pipeline", options={"stages": 2}) for name, case in CASES.items()}
+    for name, found in trained(4, cases, tmp_path / "copies").items():
+        assert len(found.norms) == 5, name
+        assert_same(alone[name], found, relative=5e-2 if name == "bf16" else 1e-5)
+
+
+def test_a_snapshot_passes_between_copies_and_other_layouts(tmp_path: Path) -> None:
+    case = Case(strategy="pipeline", optimizer="AdamW", trainer={"micro_batch_size": 4})
+    copies = replace(case, options={"stages": 2})
+    before = ""
+    for number, (workers, each) in enumerate([(2, case), (4, copies), (2, replace(case, strategy="ddp")), (4, copies)]):
+        found = run_ranks(workers, both, each, 2 * number, tmp_path / "run")
+        assert all(one == found[0] for one in found)
+        assert found[0][0] == before or not before, "what was taken up is not what was left, bit for bit"
+        before = found[0][1]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    once = "if not os.path.exists('killed'): open('killed', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
+    hashes = set()
+    for name, trouble in {"whole": "pass", "killed": once}.items():
+        (tmp_path / name).mkdir()
+        on_last = script(trouble).replace('"RANK") == "1"', '"RANK") == "3"')  # block 3 is of stage 1
+        ended = run(tmp_path / name, on_last, "--workers", "4", "--restarts", "1", "--set", "stages=2")
+        assert ended.code == 0, ended.err
+        assert summary(ended.run_dir)["restarts"] == int(name == "killed")
+        hashes.add(summary(ended.run_dir)["weights_sha256"])
+    assert len(hashes) == 1
+
+
+REFUSED = {
+    "no whole number of copies": (Case(options={"stages": 3}), "no whole number of copies of 3 stages"),
+    "BatchNorm": (Case(options={"stages": 1}, block={"norm": nn.BatchNorm1d}), "is a BatchNorm layer"),
+}
+
+
+def answer(rank: int, name: str, folder: Path) -> str:
+    try:
+        make_trainer(replace(REFUSED[name][0], strategy="pipeline"), folder)
+    except ConfigError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_copies_cannot_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
+    for each in run_ranks(2, answer, name, tmp_path):
+        assert REFUSED[name][1] in each

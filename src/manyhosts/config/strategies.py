@@ -110,14 +110,14 @@ def gathers_rounded(strategy: Strategy) -> bool:
     return isinstance(strategy, FSDP) and strategy.gather == "bf16"
 
 
-def check_precision(strategy: Strategy, precision: str) -> None:
-    """See that the two go together.
+def check_goes_with(strategy: Strategy, settings: Any) -> None:
+    """See that a strategy can do what else `settings` ask for.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it cannot.
     """
     if isinstance(strategy, FSDP | Pipeline):
-        strategy.check_precision(precision)
+        strategy.check_precision(settings.precision)
 
 
 def check_planned(strategy: Strategy) -> None:

@@ -243,6 +243,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
     strategy = spread(make_strategy(settings, world, auditor), settings)
+    check_handed_out(strategy, data, settings)
     weighing.mesh = strategy.mesh
     check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
@@ -310,6 +311,20 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         make_warmup=warm,
         objects={"own loop": StepMemory(strategy)} if isinstance(strategy, OwnLoop) else {},
     )
+
+
+def check_handed_out(strategy: Strategy, data: Data, settings: Settings) -> None:
+    """See that the pieces of `data` can go to whoever is free.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if isinstance(strategy, HandsOut) and hasattr(data.train, "shard"):
+        raise ConfigError(
+            "the training set is a stream that is read in shards, and micro-batches go to whoever is free",
+            where=f"strategy={settings.strategy.name!r}",
+            fix="give a map-style dataset, or leave out the dataset's shard(index, count)",
+        )
 
 
 def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World) -> None:

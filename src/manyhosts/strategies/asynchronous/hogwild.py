@@ -59,7 +59,7 @@ class SharedMemory(MeetsAtSteps):
             ConfigError: they are on several hosts.
         """
         world = self.world
-        if not world.is_on_one_host:
+        if world.size > 1 and not world.is_on_one_host:
             raise ConfigError(
                 f"strategy 'hogwild' shares the memory of one host, and the {world.size} workers are on several",
                 where="strategy",

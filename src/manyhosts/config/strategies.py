@@ -134,7 +134,7 @@ def check_planned(strategy: Strategy) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, FSDP | Pipeline | Tensor):
+    if isinstance(strategy, FSDP | Pipeline | Tensor | ParameterServer | Hogwild):
         strategy.check_planned()
 
 

@@ -225,6 +225,7 @@ class Asynchronous(Servers):
         """Take up what all updates of the step have made."""
         assert self.optimizer is not None, "hold() comes before update()"
         take_up(self.optimizer, list(self.trained().values()), *self._after)
+        self._before = []
 
     def let_go(self) -> None:
         """Wait for the threads that answer."""

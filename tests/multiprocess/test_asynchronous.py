@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import Recipe, make_trainer, step_lines
+from runs import Recipe, make_trainer, samples_by_step, step_lines
 
 import manyhosts as mh
-from manyhosts.records.samples import counted
 
 pytestmark = pytest.mark.multiprocess
 
@@ -59,7 +58,7 @@ def test_one_worker_that_serves_itself_is_a_plain_loop(tmp_path: Path) -> None:
 
 
 def assert_each_once(run_dir: Path, epochs: int) -> None:
-    taken = list(counted(run_dir).values())
+    taken = list(samples_by_step(run_dir).values())
     for epoch in range(epochs):  # of four steps each
         assert sorted(sample for step in taken[4 * epoch : 4 * epoch + 4] for sample in step) == list(range(122))
 
@@ -82,4 +81,27 @@ def test_run_continues_with_other_workers_and_servers(tmp_path: Path) -> None:
     run_ranks(3, fit, first, tmp_path)
     answers = run_ranks(2, fit, with_strategy(HANDED_OUT, mh.ParameterServer(servers=1)), tmp_path)
     assert answers[0] == answers[1]
+    assert_each_once(tmp_path, epochs=3)
+
+
+def test_updates_out_of_order_reach_the_loss_of_one_process(tmp_path: Path) -> None:
+    """Within 2 %, in as many samples. Both end where the loss hardly moves any more."""
+    recipe = Recipe(samples=600, batch=160, duration="12 epochs", trainer={"micro_batch_size": 20})
+    recipe = with_strategy(recipe, mh.ParameterServer())
+    [alone] = run_ranks(1, losses, recipe, tmp_path / "alone")
+    together = run_ranks(2, losses, recipe, tmp_path / "together")
+    assert together[0] == together[1]
+    assert together[0] <= 1.02 * alone
+
+
+def losses(rank: int, recipe: Recipe, folder: Path) -> float:
+    trainer = make_trainer(recipe, folder, optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
+    return float(trainer.fit(recipe.duration).validation["loss"])
+
+
+def test_hogwild_trains_one_model_in_shared_memory(tmp_path: Path) -> None:
+    recipe = with_strategy(HANDED_OUT, mh.Hogwild())
+    found = run_ranks(2, losses, recipe, tmp_path)
+    assert found[0] == found[1]
+    assert found[0] < 2.2
     assert_each_once(tmp_path, epochs=3)

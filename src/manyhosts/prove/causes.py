@@ -147,7 +147,7 @@ def _of_settings(trials: Trials, ours: Trial, theirs: Trial) -> Iterator[Cause |
         (
             strategy.get("name") == "hogwild" or strategy.get("staleness", 0) != 0,
             {"strategy": "ddp"},
-            f"strategy {strategy.get('name')!r} makes updates in the order in which gradients come, never twice the same",
+            f"strategy {strategy.get('name')!r} makes updates in the order in which gradients come",
             'that is its design; strategy="ddp" gives one answer on any number of workers',
         ),
         (

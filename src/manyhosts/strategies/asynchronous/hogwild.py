@@ -23,7 +23,7 @@ from manyhosts.config.asynchronous import Hogwild
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.hand_out import HandOut
 from manyhosts.strategies.asynchronous.meeting import MeetsAtSteps
-from manyhosts.strategies.asynchronous.parameter_server import backward, put, take_up
+from manyhosts.strategies.asynchronous.parameter_server import put, take_up
 from manyhosts.strategies.asynchronous.requests import LEADER, Asks, Desk
 from manyhosts.strategies.asynchronous.served import Served, twin
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
@@ -126,7 +126,10 @@ class SharedMemory(MeetsAtSteps):
         desk.open()
         asks, computed = Asks(desk, world.rank, [0] * world.size), []
         while (number := asks.take()) >= 0:
-            backward(model, pieces[number], compute, tally)
+            model.zero_grad()
+            values = compute(model, pieces[number])
+            tally.add(values, pieces[number].weight)
+            values["loss"].backward()  # of the mean over the micro-batch
             self.optimizer.step()
             asks.pushed()
             computed.append(number)

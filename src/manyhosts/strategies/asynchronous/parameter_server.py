@@ -204,7 +204,10 @@ class Asynchronous(Servers):
             for server, parameters in kept.items():
                 versions[server], payload = asks.pull(server)
                 unpack(payload, parameters)
-            backward(model, pieces[number], compute, tally)
+            model.zero_grad()
+            values = compute(model, pieces[number])
+            tally.add(values, pieces[number].weight)
+            values["loss"].backward()  # of the mean over the micro-batch
             pushed = [
                 asks.push(server, versions[server], gradients_packed(parameters)) for server, parameters in kept.items()
             ]
@@ -248,15 +251,6 @@ class _Make:
 
 
 make = _Make()
-
-
-def backward(model: nn.Module, piece: Piece, compute: Compute, tally: StepMetrics) -> None:
-    """Have the gradient of the mean loss of one micro-batch, and count its values by its samples."""
-    for parameter in model.parameters():
-        parameter.grad = None
-    values = compute(model, piece)
-    tally.add(values, piece.weight)
-    values["loss"].backward()
 
 
 def measured(found: Tensor) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import Hogwild
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.hand_out import HandOut
-from manyhosts.strategies.asynchronous.meeting import MeetsAtSteps
 from manyhosts.strategies.asynchronous.parameter_server import put, take_up
-from manyhosts.strategies.asynchronous.requests import LEADER, Asks, Desk
+from manyhosts.strategies.asynchronous.requests import LEADER, Asks, RequestHandler
 from manyhosts.strategies.asynchronous.served import Served, twin
+from manyhosts.strategies.asynchronous.whole_between_steps import MeetsAtSteps
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
@@ -43,7 +43,7 @@ class SharedMemory(MeetsAtSteps):
         self.computed: Sequence[int] = ()
         """Which pieces of the last step this worker has computed, by number."""
         self._shared: list[Tensor] = []
-        self._desk: Desk | None = None
+        self._desk: RequestHandler | None = None
         self._own: list[Tensor] = []
         """What the parameters are between two steps, while a step is under way."""
         self._after: list[Tensor] = []
@@ -116,7 +116,7 @@ class SharedMemory(MeetsAtSteps):
         world, parameters = self.world, list(self.trained().values())
         tally = StepMetrics(control_flags, self.agreed, world)
         hand_out = HandOut(len(pieces), world.size, None) if world.rank == LEADER else None
-        self._desk = desk = Desk(Served([], self.optimizer), hand_out, self.side)
+        self._desk = desk = RequestHandler(Served([], self.optimizer), hand_out, self.side)
         self._own = [each.data for each in parameters]
         if world.is_leader:
             put(self._shared, self._own)

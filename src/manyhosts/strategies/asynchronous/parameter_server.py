@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import ParameterServer
 from manyhosts.strategies.asynchronous.hand_out import HandOut
-from manyhosts.strategies.asynchronous.meeting import MeetsAtSteps, check_groups
-from manyhosts.strategies.asynchronous.requests import LEADER, Asks, Desk
+from manyhosts.strategies.asynchronous.requests import LEADER, Asks, RequestHandler
 from manyhosts.strategies.asynchronous.served import (
     Served,
     gradients_bytes,
@@ -23,6 +22,7 @@ from manyhosts.strategies.asynchronous.served import (
     unpack,
     unpack_gradients,
 )
+from manyhosts.strategies.asynchronous.whole_between_steps import MeetsAtSteps, check_groups
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
@@ -143,7 +143,7 @@ class Asynchronous(Servers):
         super().__init__(config, world)
         self.computed: Sequence[int] = ()
         """Which pieces of the last step this worker has computed, by number."""
-        self._desk: Desk | None = None
+        self._desk: RequestHandler | None = None
         self._before: list[Tensor] = []
         self._after: tuple[list[Tensor], list[dict[str, Any]]] = ([], [])
 
@@ -164,7 +164,7 @@ class Asynchronous(Servers):
         tally = StepMetrics(control_flags, self.agreed, world)
         served = Served(layout.kept_by(world.rank), self.optimizer)
         hand_out = HandOut(len(pieces), world.size, self.config.staleness) if world.rank == LEADER else None
-        self._desk = desk = Desk(served, hand_out, self.side)
+        self._desk = desk = RequestHandler(served, hand_out, self.side)
         desk.open()
         staleness = self._train(model, pieces, compute, tally, desk, layout.kept)
         desk.close()
@@ -189,7 +189,7 @@ class Asynchronous(Servers):
         pieces: Sequence[Piece],
         compute: Compute,
         tally: StepMetrics,
-        desk: Desk,
+        desk: RequestHandler,
         kept: Mapping[int, Sequence[nn.Parameter]],
     ) -> list[float]:
         """Compute pieces until none is left.

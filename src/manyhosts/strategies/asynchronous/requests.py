@@ -36,7 +36,7 @@ class Kind(IntEnum):
     END = 4
 
 
-class Desk:
+class RequestHandler:
     """What this worker answers in one step."""
 
     def __init__(self, served: Served, hand_out: HandOut | None, side: SideGroup | None) -> None:
@@ -115,7 +115,7 @@ class Desk:
 class Asks:
     """This worker's requests to all that serve."""
 
-    def __init__(self, desk: Desk, rank: int, sizes: Sequence[int]) -> None:
+    def __init__(self, desk: RequestHandler, rank: int, sizes: Sequence[int]) -> None:
         """`sizes`: the bytes of the parameters that each worker keeps, by rank; 0 where it keeps none."""
         self.desk, self.rank, self.sizes = desk, rank, sizes
 

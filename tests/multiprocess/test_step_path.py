@@ -26,6 +26,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "local-sgd": {"strategy": "local-sgd"},
     "diloco": {"strategy": "diloco"},
     "tensor": {"strategy": "tensor"},
+    "parameter-server": {"strategy": "parameter-server", "micro_batch_size": 2},
+    "parameter-server in step": {"strategy": mh.ParameterServer(staleness=0)},
+    "hogwild": {"strategy": "hogwild", "micro_batch_size": 2},
 }
 
 

@@ -29,20 +29,22 @@ class SideGroup:
         """Whether the workers are still those that it was made for."""
         return self._made_for is world.group
 
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Send `tensor` to one worker, who must `receive` one of its shape and dtype.
+    def send(self, tensor: Tensor, rank: int, tag: int = 0) -> None:
+        """Send `tensor` to one worker, who must `receive` one of its shape and dtype with the same `tag`.
+
+        Messages of several tags between the same two workers do not wait for each other.
 
         Raises:
             RuntimeError: the group is no more.
         """
         self._sent_bytes += tensor.numel() * tensor.element_size()
-        dist.send(tensor, dst=rank, group=self._group)
+        dist.send(tensor, dst=rank, group=self._group, tag=tag)
 
-    def receive(self, tensor: Tensor, rank: int) -> Tensor:
-        """Fill `tensor` with what worker `rank` sends, and give it back.
+    def receive(self, tensor: Tensor, rank: int, tag: int = 0) -> Tensor:
+        """Fill `tensor` with what worker `rank` sends with this `tag`, and give it back.
 
         Raises:
             RuntimeError: the group is no more.
         """
-        dist.recv(tensor, src=rank, group=self._group)
+        dist.recv(tensor, src=rank, group=self._group, tag=tag)
         return tensor

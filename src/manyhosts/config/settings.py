@@ -8,7 +8,7 @@ from typing import Literal
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import Best, EarlyStopping
-from manyhosts.config.strategies import Single, Strategy, check_precision
+from manyhosts.config.strategies import Single, Strategy, check_goes_with
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
 
@@ -128,7 +128,7 @@ class Settings:
         self._check_activation_checkpointing()
         self._check_audit()
         self._check_balance()
-        check_precision(self.strategy, self.precision)
+        check_goes_with(self.strategy, self)
         self._check_batch()
         self._check_durations()
 

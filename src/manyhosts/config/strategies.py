@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from manyhosts.config.arguments import OF_DDP, answering
+from manyhosts.config.asynchronous import Hogwild, ParameterServer
 from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
@@ -84,9 +85,9 @@ class Auto:
     name: ClassVar[str] = "auto"
 
 
-Strategy = Single | DDP | FSDP | Pipeline | Tensor | LocalSGD | DiLoCo | Auto
+Strategy = Single | DDP | FSDP | Pipeline | Tensor | LocalSGD | DiLoCo | ParameterServer | Hogwild | Auto
 BY_NAME: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Single, DDP, FSDP, Pipeline, Tensor, LocalSGD, DiLoCo, Auto)
+    kind.name: kind for kind in (Single, DDP, FSDP, Pipeline, Tensor, LocalSGD, DiLoCo, ParameterServer, Hogwild, Auto)
 }
 
 
@@ -110,14 +111,21 @@ def gathers_rounded(strategy: Strategy) -> bool:
     return isinstance(strategy, FSDP) and strategy.gather == "bf16"
 
 
-def check_precision(strategy: Strategy, precision: str) -> None:
-    """See that the two go together.
+def check_goes_with(strategy: Strategy, settings: Any) -> None:
+    """See that a strategy can do what else `settings` ask for.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it cannot.
     """
     if isinstance(strategy, FSDP | Pipeline):
-        strategy.check_precision(precision)
+        strategy.check_precision(settings.precision)
+    elif isinstance(strategy, ParameterServer | Hogwild):
+        strategy.check_goes_with(settings)
+
+
+def is_asynchronous(strategy: Strategy) -> bool:
+    """Whether each micro-batch is an update of its own, on one worker, too."""
+    return isinstance(strategy, ParameterServer | Hogwild) and strategy.is_asynchronous
 
 
 def check_planned(strategy: Strategy) -> None:
@@ -126,7 +134,7 @@ def check_planned(strategy: Strategy) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, FSDP | Pipeline | Tensor):
+    if isinstance(strategy, FSDP | Pipeline | Tensor | ParameterServer | Hogwild):
         strategy.check_planned()
 
 

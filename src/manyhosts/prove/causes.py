@@ -145,6 +145,12 @@ def _of_settings(trials: Trials, ours: Trial, theirs: Trial) -> Iterator[Cause |
             'that is its design; strategy="ddp" gives one answer on any number of workers',
         ),
         (
+            strategy.get("name") == "hogwild" or strategy.get("staleness", 0) != 0,
+            {"strategy": "ddp"},
+            f"strategy {strategy.get('name')!r} makes updates in the order in which gradients come",
+            'that is its design; strategy="ddp" gives one answer on any number of workers',
+        ),
+        (
             strategy.get("compression", "none") != "none",
             {"compression": "none"},
             f"compression={strategy.get('compression')!r} rounds the gradients that are exchanged",

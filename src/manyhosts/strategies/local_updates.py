@@ -17,7 +17,7 @@ from manyhosts.communication.packing import Members, packed
 from manyhosts.communication.world import World
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, HoldsOptimizer, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 
 BUCKET_BYTES = 25_000_000
@@ -25,7 +25,7 @@ BUCKET_BYTES = 25_000_000
 
 
 @runtime_checkable
-class LocalUpdates(Protocol):
+class LocalUpdates(HoldsOptimizer, Protocol):
     """A strategy whose workers hold different models between two exchanges."""
 
     def exchange(self, model: nn.Module) -> None:
@@ -36,9 +36,6 @@ class LocalUpdates(Protocol):
 
     def about_rate(self, optimizer: Steppable) -> str:
         """What it does to the learning rate, in a sentence for the user; empty where it does nothing."""
-
-    def hold(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know this worker's optimizer, whose state may be no other's. Called once, before the first step."""
 
     @property
     def givers(self) -> Sequence[int]:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.holding import Holding
@@ -178,6 +179,26 @@ class Elastic(Protocol):
         that lacked it: agree on what else must be alike. `new`: this worker has not trained yet; `gone`: how many of
         those that trained are no more. Returns what is lost with them, in words; empty where nothing is.
         """
+
+
+@runtime_checkable
+class HoldsOptimizer(Protocol):
+    """A strategy that steps by itself, or keeps what an optimizer remembers."""
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know this worker's optimizer. Called once, before the first step."""
+
+
+@runtime_checkable
+class HandsOut(Protocol):
+    """A strategy whose workers take the pieces of a step as they are free, each for an update of its own.
+
+    Every worker is given all pieces of a step. `forward_backward` leaves the model as it was; `update` takes up what
+    came out.
+    """
+
+    computed: Sequence[int]
+    """Which pieces of the last step this worker has computed, by number."""
 
 
 @runtime_checkable

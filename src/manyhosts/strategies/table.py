@@ -33,6 +33,8 @@ STRATEGIES: Table[Maker] = Table(
         "pipeline": "manyhosts.strategies.pipeline.strategy:Pipelined",
         "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
+        "parameter-server": "manyhosts.strategies.asynchronous.parameter_server:make",
+        "hogwild": "manyhosts.strategies.asynchronous.hogwild:SharedMemory",
     },
 )
 """By the name of the setting's value, for runs of several workers; `single` needs no row."""

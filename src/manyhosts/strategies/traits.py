@@ -35,5 +35,7 @@ TRAITS = {
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),
     "diloco": Traits(synchronous=False),
+    "parameter-server": Traits(),
+    "hogwild": Traits(),
 }
 """By the name of the strategy, as settings have it; `virtual` is `ddp` with virtual workers."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from manyhosts.data.steps import Step
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic, FixedParts, StepOutcome, TellsMisuse
+from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, StepOutcome, TellsMisuse
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.bad_steps import BadSteps
 from manyhosts.training.loop.clock import StepClock
@@ -84,6 +85,7 @@ class Stepper:
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
+        self.hands_out = parts.strategy if isinstance(parts.strategy, HandsOut) else None
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -106,8 +108,7 @@ class Stepper:
                 outcome = parts.strategy.forward_backward(
                     parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
                 )
-            if self.watcher is not None:
-                self.watcher.differentiates(outcome)
+            self.differentiated(number, weighed, outcome)
             norm = self.bad_steps.watched(self.clip())
             if self.bad_steps.must_go(number, outcome.values["loss"], norm):
                 self.schedule.after_step()
@@ -167,12 +168,20 @@ class Stepper:
         self.at.begin_step(number, step)
         if self.fixed_parts is not None:
             self.fixed_parts.share_out(step.held)
-        if self.note_samples is not None and number not in self.state.left_out:
+        if self.note_samples is not None and self.hands_out is None and number not in self.state.left_out:
             self.note_samples(number, _indices(step))
         if self.buffers:
             self.buffers.keep()
         if isinstance(self.parts.batch_norm, GlobalBatch):
             self.parts.batch_norm.begin_step(step.samples)
+
+    def differentiated(self, number: int, step: Step, outcome: StepOutcome) -> None:
+        """Show what was found; and note the samples of a step whose pieces went to whoever was free."""
+        if self.watcher is not None:
+            self.watcher.differentiates(outcome)
+        if self.note_samples is not None and self.hands_out is not None:
+            own = [step.pieces[each] for each in self.hands_out.computed]
+            self.note_samples(number, _indices(replace(step, pieces=own)))
 
     def audit(self, auditor: Auditor, number: int, step: Step) -> None:
         """Ready the parts that this worker computes again for another."""

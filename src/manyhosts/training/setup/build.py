@@ -31,9 +31,8 @@ from manyhosts.planner.fit import Training
 from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
 from manyhosts.snapshot.load import Fits
 from manyhosts.strategies.audit import Auditor
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
-from manyhosts.strategies.strategy import FixedParts, LooksAhead, Shard, Strategy
+from manyhosts.strategies.strategy import FixedParts, HandsOut, HoldsOptimizer, LooksAhead, Shard, Strategy
 from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.loop import learning_rate
 from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
@@ -218,6 +217,7 @@ def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, wor
         return strategy.statistics
     # Those that compute the same samples together see one process's batch.
     is_shared = world.is_shared and (strategy.mesh.replica.size == 1 or strategy.mesh.data.size > 1)
+    is_shared = is_shared and not isinstance(strategy, HandsOut)  # whose pieces have nobody to share a batch with
     if settings.batch_norm == "global" and is_shared:
         return make_global(model, strategy.mesh.data)
     # One worker is its own global batch. What is compiled is left as it is: the compiler knows PyTorch's own class.
@@ -253,6 +253,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
     strategy = spread(make_strategy(settings, world, auditor), settings)
+    check_handed_out(strategy, data, settings)
     weighing.mesh = strategy.mesh
     check_kept(made)
     if world.is_shared or settings.virtual_workers is not None:
@@ -269,7 +270,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if strategy.traits.communicates_in_forward:
         refuse_other_calls(model_of(placed))
     made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
-    if isinstance(strategy, LocalUpdates):
+    if isinstance(strategy, HoldsOptimizer):
         strategy.hold(made_optimizer)
     holds_all = strategy.traits.holds_whole_model
     together = None if holds_all else world
@@ -322,6 +323,20 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         make_warmup=warm,
         objects={"own loop": StepMemory(strategy)} if isinstance(strategy, OwnLoop) else {},
     )
+
+
+def check_handed_out(strategy: Strategy, data: Data, settings: Settings) -> None:
+    """See that the pieces of `data` can go to whoever is free.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if isinstance(strategy, HandsOut) and hasattr(data.train, "shard"):
+        raise ConfigError(
+            "the training set is a stream that is read in shards, and micro-batches go to whoever is free",
+            where=f"strategy={settings.strategy.name!r}",
+            fix="give a map-style dataset, or leave out the dataset's shard(index, count)",
+        )
 
 
 def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World, watcher: Watcher | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Single
+from manyhosts.config.strategies import DDP, Single, is_asynchronous
 from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor
@@ -24,7 +24,7 @@ def make_strategy(settings: Settings, world: World, auditor: Auditor | None = No
     asked = settings.strategy
     if settings.virtual_workers is not None and (not world.is_shared or isinstance(asked, DDP)):
         return virtual_workers(settings.virtual_workers, asked, world, auditor)
-    if not world.is_shared:
+    if not world.is_shared and not is_asynchronous(asked):
         return SingleProcess(world)
     if isinstance(asked, Single):
         raise ConfigError(

@@ -1,0 +1,107 @@
+"""Servers that keep the parameters: when they are data parallelism, and what holds of updates by micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runs import Recipe, make_trainer, samples_by_step, step_lines
+
+import manyhosts as mh
+
+pytestmark = pytest.mark.multiprocess
+
+PLAIN = Recipe(samples=122, batch=20)  # 122 = 6 x 20 + 2: in the last step of an epoch a third worker has no sample
+HANDED_OUT = Recipe(samples=122, batch=40, trainer={"micro_batch_size": 8}, duration="3 epochs")
+
+
+def weights_of(rank: int, recipe: Recipe, folder: Path, kind: str = "AdamW") -> dict[str, torch.Tensor]:
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    trainer = make_trainer(recipe, folder, optimizer=lambda params: getattr(torch.optim, kind)(params, lr=0.01, **more))
+    trainer.fit("9 steps")
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def fit(rank: int, recipe: Recipe, folder: Path) -> dict[str, Any]:
+    result = make_trainer(recipe, folder).fit(recipe.duration)
+    return {"sha": result.weights_sha256, "loss": result.validation["loss"], "steps": result.steps}
+
+
+def with_strategy(recipe: Recipe, strategy: Any, **more: Any) -> Recipe:
+    return replace(recipe, trainer={**recipe.trainer, "strategy": strategy, **more})
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_synchronous_servers_are_data_parallelism(kind: str, tmp_path: Path) -> None:
+    recipe = replace(
+        PLAIN, batch_norm=True, trainer={"clip_gradients": 0.5, "micro_batch_size": 7, "warmup": "3 steps"}
+    )
+    together = with_strategy(recipe, mh.ParameterServer(staleness=0))
+    expected = run_ranks(2, weights_of, with_strategy(recipe, mh.DDP()), tmp_path / "ddp", kind)
+    for found in run_ranks(2, weights_of, together, tmp_path / "servers", kind):
+        for name, value in expected[0].items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_one_worker_that_serves_itself_is_a_plain_loop(tmp_path: Path) -> None:
+    """Bit for bit: an update for each micro-batch is a plain loop over batches of that size."""
+    plain = replace(PLAIN, samples=120)
+    servers = replace(plain, batch=40, trainer={"strategy": mh.ParameterServer(), "micro_batch_size": 20})
+    [alone] = run_ranks(1, fit, replace(plain, trainer={"strategy": mh.ParameterServer(staleness=0)}), tmp_path / "1")
+    [found] = run_ranks(1, fit, servers, tmp_path / "2")
+    assert found["sha"] == alone["sha"]
+    assert found["steps"] * 2 == alone["steps"]
+
+
+def assert_each_once(run_dir: Path, epochs: int) -> None:
+    taken = list(samples_by_step(run_dir).values())
+    for epoch in range(epochs):  # of four steps each
+        assert sorted(sample for step in taken[4 * epoch : 4 * epoch + 4] for sample in step) == list(range(122))
+
+
+STRATEGIES = {"asynchronous": mh.ParameterServer(), "bounded": mh.ParameterServer(staleness=1, servers=1)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_sample_is_trained_on_once_an_epoch_and_all_workers_end_alike(name: str, tmp_path: Path) -> None:
+    answers = run_ranks(3, fit, with_strategy(HANDED_OUT, STRATEGIES[name]), tmp_path)
+    assert all(answer == answers[0] for answer in answers), answers
+    assert_each_once(tmp_path, epochs=3)
+    lines = [line["values"] for line in step_lines(tmp_path)]
+    assert [sum(line[f"pieces/rank{rank}"] for rank in range(3)) for line in lines] == [5, 5, 5, 1] * 3
+    assert all(line["staleness_max"] >= line["staleness"] >= 0 for line in lines)
+
+
+def test_run_continues_with_other_workers_and_servers(tmp_path: Path) -> None:
+    first = with_strategy(replace(HANDED_OUT, duration="1 epoch"), mh.ParameterServer(servers=3))
+    run_ranks(3, fit, first, tmp_path)
+    answers = run_ranks(2, fit, with_strategy(HANDED_OUT, mh.ParameterServer(servers=1)), tmp_path)
+    assert answers[0] == answers[1]
+    assert_each_once(tmp_path, epochs=3)
+
+
+def test_updates_out_of_order_reach_the_loss_of_one_process(tmp_path: Path) -> None:
+    """Within 2 %, in as many samples. Both end where the loss hardly moves any more."""
+    recipe = Recipe(samples=600, batch=160, duration="12 epochs", trainer={"micro_batch_size": 20})
+    recipe = with_strategy(recipe, mh.ParameterServer())
+    [alone] = run_ranks(1, losses, recipe, tmp_path / "alone")
+    together = run_ranks(2, losses, recipe, tmp_path / "together")
+    assert together[0] == together[1]
+    assert together[0] <= 1.02 * alone
+
+
+def losses(rank: int, recipe: Recipe, folder: Path) -> float:
+    trainer = make_trainer(recipe, folder, optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
+    return float(trainer.fit(recipe.duration).validation["loss"])
+
+
+def test_hogwild_trains_one_model_in_shared_memory(tmp_path: Path) -> None:
+    recipe = with_strategy(HANDED_OUT, mh.Hogwild())
+    found = run_ranks(2, losses, recipe, tmp_path)
+    assert found[0] == found[1]
+    assert found[0] < 2.2
+    assert_each_once(tmp_path, epochs=3)

@@ -25,8 +25,8 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.training.loss_weights.means import (
     LOOKED_FOR,
-    ClassMean,
     Rule,
+    TargetMean,
     class_mean,
     has_ignored,
     is_plain,
@@ -227,7 +227,7 @@ def rows_of(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _all_count(classes: ClassMean, data: Data) -> bool | None:
+def _all_count(classes: TargetMean, data: Data) -> bool | None:
     """Whether all targets of the training set count alike; None where only reading them would tell."""
     if classes.weight is not None:
         return False
@@ -237,4 +237,4 @@ def _all_count(classes: ClassMean, data: Data) -> bool | None:
     if len(tensors) != 2:
         return None
     targets = tensors[1] if rows is None else tensors[1][rows]
-    return targets.is_floating_point() or not bool((targets == classes.ignore_index).any())
+    return targets.is_floating_point() or not bool((targets == classes.ignored).any())

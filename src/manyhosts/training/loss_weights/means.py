@@ -78,6 +78,12 @@ def rules_for(batch: Any) -> dict[str, TargetMean]:
     return dict(list(LOOKED_FOR.items())[: labels.dim()])  # a label alone has no neighbours to be shifted to
 
 
+def counted(rule: Rule, batch: Any) -> dict[str, float]:
+    """What a batch counts by `rule`, for each loss by name; by `""` where there is one number for all."""
+    given = rule(batch)
+    return {name: float(each) for name, each in (given if isinstance(given, Mapping) else {"": given}).items()}
+
+
 def place_of_labels(batch: Any) -> str | int:
     """Where the targets of a batch are: a usual name, or the second of a pair."""
     return next((name for name in _LABELS if name in batch), _LABELS[0]) if isinstance(batch, Mapping) else 1

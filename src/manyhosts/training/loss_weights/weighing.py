@@ -28,6 +28,7 @@ from manyhosts.training.loss_weights.means import (
     Rule,
     TargetMean,
     class_mean,
+    counted,
     has_ignored,
     is_plain,
     place_of_labels,
@@ -159,8 +160,7 @@ class Weighing:
         found: list[list[str]] = []
         for piece in pieces[:1]:
             with suppress(Exception):  # `of` says what is wrong with it
-                counts = self.rule(piece.batch)
-                found.append(sorted(counts) if isinstance(counts, Mapping) else [""])
+                found.append(sorted(counted(self.rule, piece.batch)))
         reported = [tuple(each) for row in gather_plain(self.world, found) for each in row]
         self.names = reported[0] if reported else ("",)
 
@@ -176,10 +176,7 @@ class Weighing:
         counts = []
         for piece in pieces:
             try:
-                given = self.rule(piece.batch)
-                count = {
-                    name: float(each) for name, each in (given if isinstance(given, Mapping) else {"": given}).items()
-                }
+                count = counted(self.rule, piece.batch)
             except Exception as cause:
                 return [], f"the weight of a piece cannot be found: {type(cause).__name__}: {cause}"
             if wrong := [each for each in count.values() if not 0 <= each < math.inf]:

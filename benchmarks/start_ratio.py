@@ -116,9 +116,10 @@ def main() -> None:
                     if number:
                         line = {"case": case, "round": number, "who": name, "s": wall, "computed_s": computed}
                         record.write(json.dumps(line) + "\n")
+                        record.flush()
             lines.append(f"| {case} | {' | '.join(columns(rounds[1:], 0) + columns(rounds[1:], 1))} |")
             print(lines[-1], flush=True)
-    REPORT.write_text(page(asked.other, lines, asked.rounds))
+            REPORT.write_text(page(asked.other, lines, asked.rounds))
     print(f"wrote {REPORT}")
 
 

@@ -46,6 +46,13 @@ class Attention(nn.Module):
 
 """
 
+
+def _scaled(before: str, factor: str) -> str:
+    """A script whose step makes its loss larger by `factor`, which it takes from what stands `before` it."""
+    step = f"def step(model, batch):\n    return F.cross_entropy(model(batch[0]), batch[1]) * {factor}\n"
+    return f"{before}\n\n{step}\n\nfit(step=step)\n"
+
+
 RIGHT = {
     "attention": "fit(model=Attention)",
     "kinds of dropout": """
@@ -528,30 +535,22 @@ def step(model, batch):
 
 fit(step=step)
 """,
-    "an iterator of rates": """
+    "an iterator of rates": _scaled(
+        """
 import itertools
 
 rates = itertools.cycle([1.0, 0.5, 0.25])
-
-
-def step(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1]) * next(rates)
-
-
-fit(step=step)
 """,
-    "a counter of itertools": """
+        "next(rates)",
+    ),
+    "a counter of itertools": _scaled(
+        """
 import itertools
 
 numbers = itertools.count()
-
-
-def step(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1]) * (1 + 0.1 * next(numbers))
-
-
-fit(step=step)
 """,
+        "(1 + 0.1 * next(numbers))",
+    ),
     "a loss that is cached": """
 import functools
 
@@ -567,7 +566,8 @@ def step(model, batch):
 
 fit(step=step)
 """,
-    "a generator function": """
+    "a generator function": _scaled(
+        """
 def numbers():
     value = 1.0
     while True:
@@ -576,14 +576,9 @@ def numbers():
 
 
 rates = numbers()
-
-
-def step(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1]) * next(rates)
-
-
-fit(step=step)
 """,
+        "next(rates)",
+    ),
     "a number in a file": """
 import tempfile
 

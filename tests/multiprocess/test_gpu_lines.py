@@ -141,7 +141,7 @@ def gradients_of_a_look(folder: Path) -> None:
     )
     made.fit("1 step")
     parts = made.parts
-    comparison = Comparison(parts.compute, parts.trained, parts.world.device, in_halves=False, gradients="apart")
+    comparison = Comparison(parts.compute, parts.trained, parts.world.device, gradients="apart")
     assert comparison._gradient([(DATA[:4], 1.0)], SetDraws(0.5, {4})) == {}, "parameters of the stand-in are others"
 
 

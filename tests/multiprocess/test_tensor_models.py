@@ -112,34 +112,28 @@ class Text(nn.Module):
         return out.transpose(1, 2)
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 14,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+}
+"""Of the models of `transformers`."""
+
+
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=14,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-        attention_dropout=0.0,
-    )
+    config = LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False, attention_dropout=0.0)
     return LlamaForCausalLM(config)
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=14,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-    )
+    config = BertConfig(**SIZES)
     return BertForMaskedLM(config)
 
 

@@ -95,4 +95,6 @@ def test_losses_and_weights_are_those_of_one_process_by_hand(workers: int, tmp_p
         for name, (own_losses, own_weights) in found.items():
             assert own_losses == pytest.approx(losses, abs=1e-6), name
             for own, wanted in zip(own_weights, weights, strict=True):
-                torch.testing.assert_close(own, wanted, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    own, wanted, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+                )

@@ -151,6 +151,14 @@ def test_a_loss_that_returns_more_than_itself_is_told_of(tmp_path: Path) -> None
         trainer(tmp_path, loss=both).fit("1 step")
 
 
+def test_a_value_beside_the_loss_that_is_no_number_is_told_of(tmp_path: Path) -> None:
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1]), "pair": (1, 2)}
+
+    with pytest.raises(ConfigError, match=r"'pair' is a tuple(.|\n)*where: mh\.Trainer\(step=…\)"):
+        trainer(tmp_path, loss=None, step=step).fit("1 step")
+
+
 def test_metric_that_nobody_reports_is_named_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer(tmp_path, early_stopping=mh.EarlyStopping("acuracy", mode="max")).fit("1 epoch")

@@ -68,6 +68,11 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
         (lambda run: run.part, "no part is computed"),
         (lambda run: run.backward(lambda batch: run.part.keep("x", dict), "one"), "kept by part"),
         (lambda run: run.backward(lambda batch: batch[0], "one"), "one number"),
+        (
+            lambda run: run.backward(lambda batch: {"loss": loss(run)(batch), "pair": (1, 2)}, "one"),
+            "'pair' is a tuple",
+        ),
+        (lambda run: run.log(pair=(1, 2)), r"'pair' is a tuple(.|\n)*where: run\.log"),
     ],
 )
 def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(

@@ -232,34 +232,52 @@ def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
         )
 
 
-def step_values(result: Tensor | Mapping[str, Any]) -> dict[str, Tensor]:
+def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(step=…)") -> dict[str, Tensor]:
     """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
 
     Raises:
-        ConfigError: there is no loss in it.
+        ConfigError: there is no loss in it, or something beside it that is no number; `where` says whose it is.
     """
     if isinstance(result, Tensor):
-        return {"loss": one_number(result, where="mh.Trainer(step=…)")}
+        return {"loss": one_number(result, where=where)}
     if isinstance(result, Mapping) and isinstance(result.get("loss"), Mapping) and result["loss"]:
-        terms = {name: one_number(each, where="mh.Trainer(step=…)") for name, each in result["loss"].items()}
-        values = step_values({**result, "loss": sum(terms.values())})
+        terms = {name: one_number(each, where=where) for name, each in result["loss"].items()}
+        values = step_values({**result, "loss": sum(terms.values())}, where)
         return Terms(values, terms)
     if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
         raise ConfigError(
             f"step returned a {type(result).__name__} without a tensor named 'loss'",
-            where="mh.Trainer(step=…)",
+            where=where,
             fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
         )
     if "weight" in result:
         raise ConfigError(
             "step returned a value named 'weight', but what a piece counts must be known before it is computed",
-            where="mh.Trainer(step=…)",
+            where=where,
             fix="give it as mh.Trainer(weight=function(batch) -> number), or log the value under another name",
         )
-    one_number(result["loss"], where="mh.Trainer(step=…)")
+    one_number(result["loss"], where=where)
     device = result["loss"].device
     return {
-        name: value if isinstance(value, Tensor) else torch.tensor(float(value), device=device)
+        name: number_of(name, value, device, where)
         for name, value in result.items()
         if name not in ("outputs", "targets")
     }
+
+
+def number_of(name: str, value: Any, device: torch.device, where: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A value that is logged beside a loss.
+
+    Raises:
+        ConfigError: it is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.tensor(float(value), dtype=dtype, device=device)
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(
+            f"the value {name!r} is a {type(value).__name__}, but what is logged beside a loss must be one number",
+            where=where,
+            fix="give each number a name of its own; what metrics take goes under 'outputs' and 'targets' (mh.Trainer)",
+        ) from cause

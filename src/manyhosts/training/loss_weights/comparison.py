@@ -7,20 +7,20 @@ more does not, so that it shows whether anything is kept that way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
 from manyhosts.training.consistency.held_values import HeldValues, differing
 from manyhosts.training.loop.compute import ForwardPass, terms_of
-from manyhosts.training.loss_weights.means import Rule, has_ignored, rules_for
+from manyhosts.training.loss_weights.means import Rule, counted, has_ignored, rules_for
 from manyhosts.training.loss_weights.set_draws import SetDraws, WouldWrite
 from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.setup.trained_module import model_of
@@ -75,27 +75,23 @@ class Seen:
     """A BatchNorm that is called several times in a forward pass, with a part of the samples each time, by name."""
 
 
+@dataclass
 class Comparison:
     """The passes of one look, all through one module."""
 
-    def __init__(
-        self,
-        forward: ForwardPass,
-        module: nn.Module,
-        device: torch.device,
-        *,
-        in_halves: bool,
-        gradients: Gradients,
-        may_write: bool = False,
-    ) -> None:
-        """`in_halves`: parameters are seen in 16 bits.
+    forward: ForwardPass
+    module: nn.Module
+    device: torch.device
+    in_halves: bool = False
+    """Whether parameters are seen in 16 bits."""
+    gradients: Gradients = ""
+    may_write: bool = False
+    """Whether forward passes write into memory that outlasts them, as where parameters are gathered."""
 
-        `may_write`: forward passes write into memory that outlasts them, as where parameters are gathered.
-        """
-        self.may_write = may_write
-        self.forward, self.module, self.device, self.in_halves = forward, module, device, in_halves
-        self.gradients, self.accumulates = bool(gradients), gradients == "accumulated"
-        self.places = HeldValues(module, forward.step, forward.loss)
+    def __post_init__(self) -> None:
+        """Note how all is before the first pass."""
+        module = self.module
+        self.places = HeldValues(module, self.forward.step, self.forward.loss)
         self.held = self.places.now()
         there = ((name, each) for name, each in module.named_buffers() if not each.is_meta)  # else another stage has it
         self.buffers = {name: (each, each.clone()) for name, each in there}
@@ -116,7 +112,13 @@ class Comparison:
     def _seen(
         self, batch: Any, count: int, make: MakeBatch, given: Rule | None, cuts: Sequence[int], draws: SetDraws
     ) -> Seen:
-        with self._norms_seen() as rows:
+        rows: dict[nn.Module, list[int]] = {}
+
+        def note_rows(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if isinstance(layer, _BatchNorm):
+                rows.setdefault(layer, []).append(len(inputs[0]))
+
+        with register_module_forward_pre_hook(note_rows):
             whole = self._loss(batch, draws)
         if not all(map(math.isfinite, whole.values())):  # which the step itself will say, or leave out
             return Seen(because="the loss of these samples is not finite")
@@ -124,8 +126,8 @@ class Comparison:
         seen.writes = any(
             _differ(before, each) for each, before in self.buffers.values() if id(each) not in self.of_norms
         )
-        parted = [name for name, calls in rows.items() if len(calls) > 1 and any(each % count for each in calls)]
-        seen.in_chunks = next(iter(parted), "")
+        parted = {layer for layer, calls in rows.items() if len(calls) > 1 and any(each % count for each in calls)}
+        seen.in_chunks = next((name for name, each in model_of(self.module).named_modules() if each in parted), "")
         made = make(0, count)
         self._keeps(seen, whole, made, draws)
         if draws.left:
@@ -162,7 +164,7 @@ class Comparison:
         try:
             whole = self._gradient([(batch, 1.0)], draws)
             shares = [(part, count / total) for part, count in parts if count]
-            together = [shares] if self.accumulates else [[each] for each in shares]
+            together = [shares] if self.gradients == "accumulated" else [[each] for each in shares]
             pieces = [self._gradient(each, draws) for each in together]
         except _WritesGradients:  # by itself: the first step refuses that
             return
@@ -197,23 +199,6 @@ class Comparison:
             gradient, each.grad = each.grad, None
             found[name] = torch.zeros_like(each) if gradient is None else gradient.to_dense()
         return found
-
-    @contextmanager
-    def _norms_seen(self) -> Iterator[dict[str, list[int]]]:
-        """By the name of each BatchNorm layer, how many rows it is given in each call."""
-        rows: dict[str, list[int]] = {}
-        handles = [
-            each.register_forward_pre_hook(
-                lambda _, inputs, name=name: rows.setdefault(name, []).append(len(inputs[0]))
-            )
-            for name, each in model_of(self.module).named_modules()
-            if isinstance(each, _BatchNorm)
-        ]
-        try:
-            yield rows
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _keeps(self, seen: Seen, whole: Mapping[str, float], batch: Any, draws: SetDraws) -> None:
         """See whether anything is other after a second pass over the same batch than after the first."""
@@ -283,8 +268,14 @@ _DRAWS = "the forward pass draws "
 WRITES = "a forward pass would change what is to be kept"
 
 
+class NotTried(Exception):
+    """Why a look cannot be tried, in words."""
+
+
 def words(error: Exception) -> str:
     """Why a pass could not be tried."""
+    if isinstance(error, NotTried):
+        return str(error)
     if isinstance(error, WouldWrite):
         return f"{WRITES}: {error}"
     text = (str(error).strip() or "no more was said").splitlines()[0]
@@ -297,9 +288,7 @@ def _near(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 
 
 def _counts(rule: Rule | None, part: Any, samples: int) -> Mapping[str, float]:
-    """What a part counts, for each loss by name; `""` where there is one number for all."""
-    found = samples if rule is None else rule(part)
-    return {name: float(each) for name, each in (found if isinstance(found, Mapping) else {"": found}).items()}
+    return {"": float(samples)} if rule is None else counted(rule, part)
 
 
 def _difference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -85,15 +85,16 @@ class LossWeights:
         many = first and not known and not state.counts_by
         look = self.look_of(step, gradients=first and self.cuts)
         step, looked = self._looked_pieces(step, look, first=first, many=many)
-        if many and self.cuts:
-            looked = [*self._wide(step, look.fetcher), *looked]
+        wide = self._wide(step, look.fetcher) if many and self.cuts else []
         if known and not self.cuts:  # it was only to be seen which targets count
             weighing.guard = None
             return step
         rule = weighing.classes if weighing.said is None else weighing.rule
         if not known and not many and rule is None:
             rule = LOOKED_FOR.get(state.counts_by)
-        seen = probe_loss.find_mean(look, looked, self.parts.world, rule, cuts=3 if many else 1, trouble_only=not many)
+        seen = probe_loss.find_mean(
+            look, looked, self.parts.world, rule, cuts=3 if many else 1, trouble_only=not many, wide=wide
+        )
         self.heed(seen, known=known, many=many)
         if first and weighing.said is None and weighing.classes is None and not weighing.knows:
             weighing.use(state.counts_by)
@@ -132,52 +133,45 @@ class LossWeights:
         """
         parts, state = self.parts, self.state
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        found = probe_loss.choose(seen) if many else state.counts_by or "samples"
+        guessed_wrong = not known and not given and (not is_mean or found == probe_loss.NO_MEAN)
+        kept_counts = seen.kept_matters and (seen.kept_differs or self.cuts_in_worker)
+        what = probe_loss.no_mean(seen, given=given)
         self.moves = seen.because == OTHER_AGAIN
-        if seen.in_chunks and isinstance(parts.batch_norm, GlobalBatch):
-            raise probe_loss.refused("is called in chunks", seen.in_chunks)
-        if seen.gradient and self.cuts:
-            raise probe_loss.refused("changes gradients", seen.gradient)
-        if seen.keeps and self.cuts and seen.kept_matters and (seen.kept_differs or self.cuts_in_worker):
-            raise probe_loss.refused("keeps state", seen.keeps)
+        if isinstance(parts.batch_norm, GlobalBatch):
+            self._refuse({"is called in chunks": seen.in_chunks})
+        if self.cuts:
+            self._refuse(
+                {
+                    "changes gradients": seen.gradient,
+                    "keeps state": seen.keeps * kept_counts,
+                    "mixes samples": what * (known and not is_mean and not seen.writes),
+                    "is no mean": what * guessed_wrong,
+                }
+            )
         if seen.keeps and self.cuts:
             seen.because = seen.because or probe_loss.kept(seen.keeps)
         elif seen.keeps:
             parts.world.notes.append(f"{probe_loss.KEEPS.format(seen.keeps)}: no snapshot has it")
-        found = probe_loss.choose(seen) if many else state.counts_by or "samples"
-        what = self._judged(seen, found, known=known, many=many)
-        state.counts_by = GIVEN if given else found
-        if seen.because and self.cuts:
-            self.tell("not tried", probe_loss.not_tried(seen))
-        elif is_mean:
-            self.tell("mean", "")
-        else:
-            self.tell("no mean", what)
-
-    def _judged(self, seen: Seen, found: str, *, known: bool, many: bool) -> str:
-        """Refuse, or say, what is wrong; what that is, in words, for a loss that is no mean.
-
-        Raises:
-            ConfigError: the loss is no mean, and a batch is cut.
-        """
-        parts, what = self.parts, probe_loss.no_mean(seen)
-        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
         if given and not is_mean:
-            what = (
-                f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
-                f"{seen.by_parts:.6g} as the mean over two parts of these"
-            )
             parts.world.notes.append(what)
-        elif known and not is_mean and not seen.writes and self.cuts:
-            raise probe_loss.refused("mixes samples", what)
-        elif not known and not given and (not is_mean or found == probe_loss.NO_MEAN):
-            if self.cuts:
-                raise probe_loss.refused("is no mean", what, "loss" if parts.compute.step is None else "step")
-            if many:
-                parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
+        elif guessed_wrong and many:
+            parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
         elif many and found in LOOKED_FOR and not given:
             among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
             parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
-        return what
+        state.counts_by = GIVEN if given else found
+        if seen.because and self.cuts:
+            self.tell("not tried", probe_loss.not_tried(seen))
+        else:
+            self.tell(*(("mean", "") if is_mean else ("no mean", what)))
+
+    def _refuse(self, wrong: Mapping[str, str]) -> None:
+        """Raise the error of the first kind of which something is `wrong`: its name, or what that is in words."""
+        for kind, name in wrong.items():
+            if name:
+                own = "loss" if self.parts.compute.step is None else "step"
+                raise probe_loss.refused(kind, name, own if kind == "is no mean" else "model")
 
     def tell(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from manyhosts.errors import ConfigError
-from manyhosts.training.loop.compute import pair
 
 Rule = Callable[[Any], Any]
 """`rule(batch)`: what the batch of one piece counts, a number of at least 0."""
@@ -26,71 +25,63 @@ _LABELS = ("labels", "label", "targets", "target")
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-class ClassMean:
-    """The mean of PyTorch's cross-entropy and negative log-likelihood: over targets that count, by class weight."""
+class TargetMean:
+    """A mean over the targets of a batch that are not left out, each by the weight of its class."""
 
-    def __init__(self, weight: Tensor | None, ignore_index: int) -> None:
+    def __init__(self, weight: Tensor | None = None, ignored: int = IGNORED, *, shifted: bool = False) -> None:
+        """`weight`: of each class, shape (classes,).
+
+        `shifted`: the first label of a sequence predicts nothing, so it does not count (causal language models).
+        """
         self.weight = None if weight is None else weight.detach().cpu().double()
-        """Of each class, shape (classes,)."""
-        self.ignore_index = ignore_index
+        self.ignored, self.shifted = ignored, shifted
 
     def __call__(self, batch: Any) -> float:
-        """The sum of the class weights of the targets that are not left out."""
-        targets = pair(batch)[1]
-        if (
-            targets.is_floating_point()
-        ):  # a probability for each class, shape (N, C, ...): a plain mean, as PyTorch has it
-            return float(targets.numel() / targets.shape[1])
-        counted = targets != self.ignore_index
-        if self.weight is None:
-            return float(counted.sum())
-        return float(self.weight[targets[counted].cpu()].sum())
-
-    def differs(self, batch: Any) -> bool:
-        """Whether what this batch counts may be anything but its samples times a constant."""
-        targets = pair(batch)[1]
-        if targets.is_floating_point():
-            return False
-        return targets.dim() > 1 or self.leaves_out(batch)
-
-    def leaves_out(self, batch: Any) -> bool:
-        """Whether a target of this batch does not count."""
-        targets = pair(batch)[1]
-        return bool((targets == self.ignore_index).any())
-
-
-class LabelMean:
-    """A mean over the labels of a batch that are not -100, as in the models of `transformers`."""
-
-    def __init__(self, *, shifted: bool) -> None:
-        """`shifted`: the first label of a sequence predicts nothing, so it does not count (causal language models)."""
-        self.shifted = shifted
-
-    def __call__(self, batch: Any) -> float:
-        """How many of them there are.
+        """How many of them there are, or the sum of their class weights.
 
         Raises:
-            ConfigError: the batch has no labels.
+            ConfigError: the batch has no targets.
         """
-        labels = labels_of(batch)
-        if labels is None:
+        targets = targets_of(batch)
+        if targets is None:
             raise ConfigError(
                 "the loss was found to be a mean over labels, and this batch has none",
                 where="mh.Trainer(step=…)",
                 fix="give weight=function(batch) -> what the batch counts in the mean",
             )
-        return float((labels[..., 1:] if self.shifted else labels).ne(IGNORED).sum())
+        if targets.is_floating_point():  # a probability for each class, shape (N, C, ...): a plain mean
+            return float(targets.numel() / targets.shape[1])
+        targets = targets[..., 1:] if self.shifted else targets
+        counted = targets[targets != self.ignored]
+        return float(len(counted) if self.weight is None else self.weight[counted.cpu()].sum())
+
+    def differs(self, batch: Any) -> bool:
+        """Whether what this batch counts may be anything but its samples times a constant."""
+        targets = targets_of(batch)
+        return targets is not None and not targets.is_floating_point() and (targets.dim() > 1 or self.leaves_out(batch))
+
+    def leaves_out(self, batch: Any) -> bool:
+        """Whether a target of this batch does not count."""
+        targets = targets_of(batch)
+        return targets is not None and not targets.is_floating_point() and bool((targets == self.ignored).any())
 
 
-def rules_for(batch: Any) -> dict[str, LabelMean]:
+LOOKED_FOR: Mapping[str, TargetMean] = {"labels": TargetMean(), "shifted labels": TargetMean(shifted=True)}
+"""Rules that are found by trial: means over the labels that are not -100, as in the models of `transformers`."""
+
+
+def rules_for(batch: Any) -> dict[str, TargetMean]:
     """Those of `LOOKED_FOR` that this batch could follow."""
-    labels = labels_of(batch)
-    most = 0 if labels is None else min(labels.dim(), 2)  # a label alone has no neighbours to be shifted to
-    return dict(list(LOOKED_FOR.items())[:most])
+    labels = targets_of(batch)
+    if labels is None or labels.dtype not in (torch.int64, torch.int32):
+        return {}
+    return dict(list(LOOKED_FOR.items())[: labels.dim()])  # a label alone has no neighbours to be shifted to
 
 
-LOOKED_FOR: Mapping[str, LabelMean] = {"labels": LabelMean(shifted=False), "shifted labels": LabelMean(shifted=True)}
-"""Rules that are found by trial."""
+def counted(rule: Rule, batch: Any) -> dict[str, float]:
+    """What a batch counts by `rule`, for each loss by name; by `""` where there is one number for all."""
+    given = rule(batch)
+    return {name: float(each) for name, each in (given if isinstance(given, Mapping) else {"": given}).items()}
 
 
 def place_of_labels(batch: Any) -> str | int:
@@ -98,29 +89,27 @@ def place_of_labels(batch: Any) -> str | int:
     return next((name for name in _LABELS if name in batch), _LABELS[0]) if isinstance(batch, Mapping) else 1
 
 
-def labels_of(batch: Any) -> Tensor | None:
-    """The integer targets of a batch, by the usual names or as the second of a pair; None where there are none."""
+def targets_of(batch: Any) -> Tensor | None:
+    """The targets of a batch, by the usual names or as the second of a pair; None where there are none."""
     found: Any = None
-    if isinstance(batch, Mapping) or (isinstance(batch, list | tuple) and len(batch) == 2):
-        place: Any = place_of_labels(batch)
-        found = batch.get(place) if isinstance(batch, Mapping) else batch[place]
-    is_integer = isinstance(found, Tensor) and found.dtype in (torch.int64, torch.int32)
-    return found if is_integer and found.dim() else None
+    if isinstance(batch, Mapping):
+        found = batch.get(place_of_labels(batch))
+    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        found = batch[1]
+    return found if isinstance(found, Tensor) and found.dim() else None
 
 
 def has_ignored(batch: Any) -> bool:
     """Whether a label of this batch is -100."""
-    labels = labels_of(batch)
-    return labels is not None and bool((labels == IGNORED).any())
+    return bool(rules_for(batch)) and LOOKED_FOR["labels"].leaves_out(batch)
 
 
-def class_mean(loss: Any) -> ClassMean | None:
+def class_mean(loss: Any) -> TargetMean | None:
     """The rule of a loss of PyTorch that is no mean over samples; None for any other."""
-    if isinstance(loss, _BY_CLASS) and type(loss).forward in [kind.forward for kind in _BY_CLASS]:
-        return ClassMean(loss.weight, loss.ignore_index)
     function, given = _function(loss)
-    if function in (functional.cross_entropy, functional.nll_loss):
-        return ClassMean(given.get("weight"), given.get("ignore_index", IGNORED))
+    is_by_class = isinstance(loss, _BY_CLASS) and type(loss).forward in [kind.forward for kind in _BY_CLASS]
+    if is_by_class or function in (functional.cross_entropy, functional.nll_loss):
+        return TargetMean(given.get("weight"), given.get("ignore_index", IGNORED))
     return None
 
 
@@ -138,8 +127,7 @@ def refuse_sum(loss: Any) -> None:
     Raises:
         ConfigError: it does.
     """
-    _, given = _function(loss)
-    if given.get("reduction", getattr(loss, "reduction", None)) == "sum":
+    if _function(loss)[1].get("reduction") == "sum":
         raise ConfigError(
             "the loss adds up what its samples cost (reduction='sum'), but must be the mean over them",
             where="mh.Trainer(loss=…)",
@@ -148,9 +136,10 @@ def refuse_sum(loss: Any) -> None:
 
 
 def _function(loss: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The function behind `functools.partial`, and what it is given by name."""
+    """The function behind `functools.partial`, and what it is given by name, or a module has as attributes."""
     given: dict[str, Any] = {}
     while isinstance(loss, functools.partial):
         given = {**loss.keywords, **given}
         loss = loss.func
-    return loss, given
+    held = ("weight", "ignore_index", "reduction")
+    return loss, {name: getattr(loss, name) for name in held if hasattr(loss, name)} | given

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,16 @@ from manyhosts.errors import ConfigError
 from manyhosts.training.consistency.held_values import asks_for_training
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
 from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights.comparison import SURE, WRITES, Comparison, Gradients, MakeBatch, Seen, words
+from manyhosts.training.loss_weights.comparison import (
+    SURE,
+    WRITES,
+    Comparison,
+    Gradients,
+    MakeBatch,
+    NotTried,
+    Seen,
+    words,
+)
 from manyhosts.training.loss_weights.means import Rule
 from manyhosts.training.setup.trained_module import model_of
 
@@ -53,12 +63,17 @@ def find_mean(
     *,
     cuts: int = 3,
     trouble_only: bool = False,
+    wide: Sequence[LoadedPiece] = (),
 ) -> Seen:
     """What the workers have seen together; `rule` is the user's, where there is one. All of them call this.
 
-    `trouble_only`: they tell each other what they have seen where one of them has seen something wrong.
+    `trouble_only`: they tell each other what they have seen where one of them has seen something wrong. `wide`: pieces
+    larger than any that is trained on, which are looked at in less memory, and count for nothing where that fails.
     """
+    plain = replace(look, gradients="")
     mine = [look.at(piece, rule, cuts=cuts) for piece in own if piece.plan.weight][:MOST_PIECES]
+    together = [plain.at(piece, rule, cuts=1, graph=False) for piece in wide]
+    mine += [each for each in together if each.could_look]
     if trouble_only and not world.any(not mine or any(_is_trouble(each) for each in mine)):
         return Seen(could_look=True, holds=["samples"])
     reported = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
@@ -87,8 +102,13 @@ def choose(seen: Seen) -> str:
     return next((name for name in names if name in seen.holds), NO_MEAN)
 
 
-def no_mean(seen: Seen) -> str:
-    """What is wrong with such a loss, in a sentence."""
+def no_mean(seen: Seen, *, given: bool = False) -> str:
+    """What is wrong with such a loss, in a sentence. `given`: the user has given a weight."""
+    if given:
+        return (
+            f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
+            f"{seen.by_parts:.6g} as the mean over two parts of these"
+        )
     return (
         f"the loss is no mean over the samples: {seen.whole:.6g} over {seen.samples} of them, {seen.by_parts:.6g} as "
         "the mean over two parts of these, so it depends on how a batch is cut"
@@ -169,54 +189,38 @@ class Look:
     in_halves: bool = False
     """Whether passes see parameters of 16 bits, whatever is kept of them."""
 
-    def at(self, piece: LoadedPiece, rule: Rule | None, *, cuts: int = 3) -> Seen:
-        """What one piece shows, cut in `cuts` ways. Errors of the model show in the first step, and better."""
+    def at(self, piece: LoadedPiece, rule: Rule | None, *, cuts: int = 3, graph: bool = True) -> Seen:
+        """What one piece shows, cut in `cuts` ways. Errors of the model show in the first step, and better.
+
+        Without `graph` it takes less memory, and shows nothing of a loss that differentiates itself.
+        """
         count, why = len(piece.plan.indices), ""
         if count < 2:
             return Seen(because="a forward pass has one sample")
-        with randomness.undisturbed():
-            try:
-                make = self._parts_of(piece)
-            except Exception as error:
-                return Seen(because=self._words(error))
-            if isinstance(make, str):
-                return Seen(because=make)
-            # What differentiates within the loss needs the graph; what writes in training mode alone may be seen
-            # in evaluation mode, which is said.
-            for training, graph in ((True, False), (True, True), (False, False), (False, True)):
+        # What differentiates within the loss needs the graph.
+        with randomness.undisturbed(), torch.set_grad_enabled(self.copies and graph):
+            for training in (True, False):
                 try:
-                    with self._shown(training=training) as module, torch.set_grad_enabled(graph):
+                    make = self._parts_of(piece)
+                    with self._shown(training=training) as module:
                         found = self._comparison(module).run(piece.batch, count, make, rule, cuts)
                 except Exception as error:
-                    found = Seen(because=self._words(error))
+                    # Where workers exchange something, collectives would not match; a loss that differentiates itself
+                    # fails alike on all of them.
+                    if not self.copies and "does not require grad" not in str(error):
+                        raise
+                    found = Seen(because=words(error))
                 if found.could_look:
                     found.because = found.because or self._not_in_training(why)
-                    with torch.set_grad_enabled(graph):
-                        return self._surely(found, count, make, rule, cuts, training=training)
+                    return self._surely(found, count, make, rule, cuts, training=training)
                 why = why or found.because
-                if training and graph and not why.startswith(WRITES):
+                if not why.startswith(WRITES):  # what writes in training mode alone may be seen in evaluation mode
                     break
         return replace(found, because=why)
 
     def _comparison(self, module: nn.Module) -> Comparison:
         gradients: Gradients = self.gradients if self.copies else ""
-        return Comparison(
-            self.forward,
-            module,
-            self.device,
-            in_halves=self.in_halves,
-            gradients=gradients,
-            may_write=not self.copies,
-        )
-
-    def _words(self, error: Exception) -> str:
-        """Those of `error`; it is raised where workers exchange in forward passes: collectives would not match.
-
-        But for a loss that differentiates itself, which fails on all alike without a graph.
-        """
-        if not self.copies and "does not require grad" not in str(error):
-            raise error
-        return words(error)
+        return Comparison(self.forward, module, self.device, self.in_halves, gradients, may_write=not self.copies)
 
     def _not_in_training(self, why: str) -> str:
         """Why what the script has written was looked at in evaluation mode, and might do something else in training."""
@@ -260,7 +264,7 @@ class Look:
                 yield module
             return
         if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
-            raise ValueError("its frozen parameters are too large for a copy")
+            raise NotTried("its frozen parameters are too large for a copy")
         # Others that share their memory: gradients and hooks stay with those that are trained.
         trained = [each for each in module.parameters() if shares and each.requires_grad]
         plain = {id(each): nn.Parameter(each.detach()) for each in trained if type(each) is nn.Parameter}
@@ -278,21 +282,28 @@ class Look:
         with acting(_AsEvaluated()):
             yield copied
 
-    def _parts_of(self, piece: LoadedPiece) -> MakeBatch | str:
-        """What makes a batch of the samples of `piece` from one number to another; why nothing does, in words."""
-        batch, count = piece.batch, len(piece.plan.indices)
-        fetcher = self.fetcher
-        if fetcher is not None and (fetcher.collates or not _is_cuttable(batch, count)):
+    def _parts_of(self, piece: LoadedPiece) -> MakeBatch:
+        """What makes a batch of the samples of `piece` from one number to another.
+
+        Raises:
+            NotTried: nothing does.
+        """
+        batch, count, fetcher, cannot = piece.batch, len(piece.plan.indices), self.fetcher, ""
+        try:
+            _rows(batch, count, 0, count)
+        except NotTried as error:
+            cannot = str(error)
+        if fetcher is not None and (fetcher.collates or cannot):
             samples = fetcher.samples(self.epoch, piece.plan.indices)
             randomness.seed_compute(0)
             before = randomness.states()
             fetcher.collate(samples)
             if not randomness.drawn_since(before):
                 return lambda begin, end: fetcher.collate(samples[begin:end])
-        if not _is_cuttable(batch, count):
-            drawn = fetcher is not None and fetcher.collates
-            return "collate draws random numbers" if drawn else "its batch cannot be cut, and comes from a stream"
-        return lambda begin, end: _rows(batch, begin, end)
+            cannot = cannot and "collate draws random numbers"
+        if cannot:
+            raise NotTried(cannot)
+        return partial(_rows, batch, count)
 
 
 def _hook(copied: Tensor, own: Tensor) -> None:
@@ -310,29 +321,23 @@ def _members(held: Any) -> list[Any]:
     return [held, *(held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ())]
 
 
-def _is_cuttable(batch: Any, count: int) -> bool:
-    """Whether `batch` is made of nothing but tensors with `count` rows each, and lists of as many texts or the like."""
-    if isinstance(batch, Tensor):
-        return batch.dim() > 0 and batch.shape[0] == count
-    if isinstance(batch, Mapping):
-        return bool(batch) and all(_is_cuttable(value, count) for value in batch.values())
-    if isinstance(batch, list | tuple):
-        return bool(batch) and (_is_column(batch, count) or all(_is_cuttable(value, count) for value in batch))
-    return False
+def _rows(batch: Any, count: int, begin: int, end: int) -> Any:
+    """Those of some samples, of a batch of tensors with `count` rows each, and of columns of as many texts.
 
-
-def _is_column(values: Sequence[Any], count: int) -> bool:
-    """Whether it is a list of one text or the like for each sample, as `default_collate` makes it."""
-    return len(values) == count and not any(isinstance(each, Tensor | Mapping | list | tuple) for each in values)
-
-
-def _rows(batch: Any, begin: int, end: int) -> Any:
-    if isinstance(batch, Mapping):
-        return {key: _rows(value, begin, end) for key, value in batch.items()}
-    if isinstance(batch, Tensor) or _is_column(batch, len(batch)):
+    Raises:
+        NotTried: it is made of something else.
+    """
+    if isinstance(batch, Tensor) and batch.dim() and len(batch) == count:
         return batch[begin:end]
-    rows = [_rows(value, begin, end) for value in batch]
-    return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)
+    if isinstance(batch, Mapping) and batch:
+        return {key: _rows(value, count, begin, end) for key, value in batch.items()}
+    if isinstance(batch, list | tuple) and batch:
+        # One text or the like for each sample, as `default_collate` makes it.
+        if len(batch) == count and not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+            return batch[begin:end]
+        rows = [_rows(value, count, begin, end) for value in batch]
+        return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)
+    raise NotTried("its batch cannot be cut, and comes from a stream")
 
 
 class _AsEvaluated:

@@ -7,7 +7,7 @@ the mean over its parts, as it is without draws, and a sum is not. Whether an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.device import in_use
-
-_UNIFORM, _NORMAL = ("rand", "rand_like"), ("randn", "randn_like")
-_FILLED = ("exponential_", "log_normal_", "exponential", "log_normal", "cauchy", "cauchy_", "geometric", "geometric_")
 
 
 class SetDraws(TorchDispatchMode):
@@ -53,14 +50,10 @@ class SetDraws(TorchDispatchMode):
         """
         given = kwargs or {}
         own = self._own
-        if own is None:
-            return self._called(func, args, given)
-        if func._schema.is_mutable and not own.issuperset(_written(func, args, given)):
-            raise WouldWrite(
-                f"torch.{func._schema.name.removeprefix('aten::')} changes a tensor that outlasts the pass"
-            )
+        if own is not None and func._schema.is_mutable and not own.issuperset(_written(func, args, given)):
+            raise WouldWrite(f"torch.{_name(func)} changes a tensor that outlasts the pass")
         found = self._called(func, args, given)
-        if not any(each.alias_info for each in func._schema.returns):
+        if own is not None and not any(each.alias_info for each in func._schema.returns):
             own.update(map(_memory, _tensors(found)))
         return found
 
@@ -69,19 +62,31 @@ class SetDraws(TorchDispatchMode):
             found = func(*args, **given)
             self.rounds = self.rounds or getattr(found, "dtype", None) in _HALVES
             return found
-        change, before, own = _change(func, args, self), _generators(), given.get("generator")
+        named = _by_name(func, args, given)
+        # What is left out of an operator that has dropout within (attention, recurrent layers) draws nothing.
+        if dropout := named.keys() & {"dropout_p", "dropout"}:
+            return func(**{**named, dropout.pop(): 0.0})
+        made = self._made(_name(func).removesuffix("_"), named)
+        own, before = named.get("generator"), _generators()
         kept = None if own is None else own.get_state()
         found = func(*args, **given)
         if own is not None:
             own.set_state(kept)  # it is the script's, and no look is to move it
         elif all(map(torch.equal, before, _generators())):
-            return found  # attention without dropout, say
-        if change is None and (again := _without_dropout(func, args, given)) is not None:
-            return func(*again[0], **again[1])
-        if change is None:
-            self.left = self.left or f"torch.{func._schema.name.removeprefix('aten::')}"
             return found
-        return change(found)
+        if made is None:
+            self.left = self.left or f"torch.{_name(func)}"
+            return found
+        if isinstance(found, tuple):  # dropout, and what it has left
+            return made.clone(), torch.ones_like(found[1])
+        return found.copy_(torch.as_tensor(made))
+
+    def _made(self, name: str, given: Mapping[str, Any]) -> Any:
+        """What stands for the draws of an operator that is given this; None where that is not known."""
+        chosen_from = given["self"].shape[-1] if name == "multinomial" else given.get("n", given.get("high"))
+        if name not in _MADE or chosen_from in self.sizes:
+            return None
+        return _MADE[name](given, self.value)
 
 
 class WouldWrite(Exception):
@@ -102,9 +107,10 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
     """The memory that an operator writes into."""
-    for place, each in enumerate(func._schema.arguments):
+    named = _by_name(func, args, kwargs)
+    for each in func._schema.arguments:
         if each.alias_info is not None and each.alias_info.is_write:
-            yield from map(_memory, _tensors(args[place] if place < len(args) else kwargs.get(each.name)))
+            yield from map(_memory, _tensors(named[each.name]))
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -116,76 +122,43 @@ def _generators() -> list[Tensor]:
     return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state()])]
 
 
-def _without_dropout(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of an operator that has dropout within (attention, recurrent layers), with none of it."""
-    names = [each.name for each in func._schema.arguments]
-    name = next((each for each in ("dropout_p", "dropout") if each in names), None)
-    if name is None:
-        return None
-    place = names.index(name)
-    if place < len(args):
-        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
-    return args, {**kwargs, name: 0.0}
+def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call, with those that are not given."""
+    named = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
+    return named | {each.name: arg for each, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
-def _change(func: Any, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any], Any] | None:
-    """What makes of the result of `func` one that is not random; None where that is not known."""
-    name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
-    value = draws.value
-    if name in (*_UNIFORM, *_NORMAL, *_FILLED):
-        return lambda found: found.fill_(value)
-    if name in ("uniform", "uniform_"):
-        low, high = args[1:3] if len(args) > 2 else (0.0, 1.0)
-        return lambda found: found.fill_(low + value * (high - low))
-    if name in ("normal", "normal_"):
-        mean, deviation = _mean_and_deviation(args, functional=name == "normal", overload=overload)
-        return lambda found: found.copy_(mean + value * deviation)
-    if name in ("bernoulli", "bernoulli_"):
-        probability: Any = args[1] if len(args) > 1 else (args[0] if name == "bernoulli" else 0.5)
-        return lambda found: found.copy_(torch.as_tensor(probability, device=found.device) > value)
-    if name in ("randint", "randint_like"):
-        low, high = _bounds(args, overload)
-        if high in draws.sizes:
-            return None
-        return lambda found: found.fill_(low + int(value * (high - low)))
-    if name == "native_dropout":
-        return lambda found: (args[0].clone(), torch.ones_like(found[1]))
-    return _change_of_choice(name, args, draws)
+def _name(func: Any) -> str:
+    return str(func._schema.name).removeprefix("aten::")
 
 
-def _change_of_choice(name: str, args: tuple[Any, ...], draws: SetDraws) -> Callable[[Any], Any] | None:
-    """The same, for what chooses, and for distributions whose mean stands for a draw."""
-    if name == "randperm":
-        return None if args[0] in draws.sizes else lambda found: found.copy_(torch.arange(args[0]).flip(0))
-    if name == "multinomial":
-        if args[0].shape[-1] in draws.sizes:
-            return None
-        # A draw with replacement may take the likeliest each time, one without takes the likeliest ones.
-        return lambda found: found.copy_(args[0].topk(found.shape[-1] if _is_without(args) else 1).indices)
-    if name == "_sample_dirichlet":  # Beta, too
-        return lambda found: found.copy_(args[0] / args[0].sum(-1, keepdim=True))
-    if name in ("_standard_gamma", "poisson"):
-        return lambda found: found.copy_(args[0])
-    if name in ("rrelu_with_noise", "rrelu_with_noise_"):
-        kept = args[0].clone()  # it may be changed in place
-        slope = (args[2] + args[3]) / 2 if len(args) > 3 else (1 / 8 + 1 / 3) / 2
-        return lambda found: found.copy_(torch.where(kept > 0, kept, kept * slope))
-    return None
+def _likeliest(given: Mapping[str, Any], value: float) -> Tensor:
+    """A draw with replacement may take the likeliest each time, one without takes the likeliest ones."""
+    found: Tensor = given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices
+    return found
 
 
-def _mean_and_deviation(args: tuple[Any, ...], *, functional: bool, overload: str) -> tuple[Any, Any]:
-    given = args if functional and "Tensor" in overload else args[0:2] if overload == "float_float" else args[1:3]
-    mean = given[0] if len(given) > 0 else 0.0
-    deviation = given[1] if len(given) > 1 and isinstance(given[1], int | float | Tensor) else 1.0
-    return torch.as_tensor(mean), torch.as_tensor(deviation)
+def _leaky(given: Mapping[str, Any], value: float) -> Tensor:
+    x: Tensor = given["self"]
+    return torch.where(x > 0, x, x * (given["lower"] + given["upper"]) / 2)
 
 
-def _is_without(args: tuple[Any, ...]) -> bool:
-    return not (len(args) > 2 and args[2])
-
-
-def _bounds(args: tuple[Any, ...], overload: str) -> tuple[int, int]:
-    numbers = [each for each in args if isinstance(each, int) and not isinstance(each, bool)]
-    return (numbers[0], numbers[1]) if "low" in overload else (0, numbers[0])
+_MADE: dict[str, Callable[[Mapping[str, Any], float], Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda given, value: value),
+    **dict.fromkeys(("exponential", "log_normal", "cauchy", "geometric"), lambda given, value: value),
+    "uniform": lambda given, value: given["from"] + value * (given["to"] - given["from"]),
+    "normal": lambda given, value: given["mean"] + value * given["std"],
+    "bernoulli": lambda given, value: torch.as_tensor(given.get("p", given["self"])) > value,
+    **dict.fromkeys(
+        ("randint", "randint_like"),
+        lambda given, value: given.get("low", 0) + int(value * (given["high"] - given.get("low", 0))),
+    ),
+    "native_dropout": lambda given, value: given["input"],
+    "randperm": lambda given, value: torch.arange(given["n"]).flip(0),
+    "multinomial": _likeliest,
+    # Distributions whose mean stands for a draw; the first one is behind Beta, too.
+    "_sample_dirichlet": lambda given, value: given["self"] / given["self"].sum(-1, keepdim=True),
+    **dict.fromkeys(("_standard_gamma", "poisson"), lambda given, value: given["self"]),
+    "rrelu_with_noise": _leaky,
+}
+"""By the name of each operator: what stands for its draws, of its arguments and the value that is set."""

@@ -25,9 +25,10 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.training.loss_weights.means import (
     LOOKED_FOR,
-    ClassMean,
     Rule,
+    TargetMean,
     class_mean,
+    counted,
     has_ignored,
     is_plain,
     place_of_labels,
@@ -159,8 +160,7 @@ class Weighing:
         found: list[list[str]] = []
         for piece in pieces[:1]:
             with suppress(Exception):  # `of` says what is wrong with it
-                counts = self.rule(piece.batch)
-                found.append(sorted(counts) if isinstance(counts, Mapping) else [""])
+                found.append(sorted(counted(self.rule, piece.batch)))
         reported = [tuple(each) for row in gather_plain(self.world, found) for each in row]
         self.names = reported[0] if reported else ("",)
 
@@ -176,10 +176,7 @@ class Weighing:
         counts = []
         for piece in pieces:
             try:
-                given = self.rule(piece.batch)
-                count = {
-                    name: float(each) for name, each in (given if isinstance(given, Mapping) else {"": given}).items()
-                }
+                count = counted(self.rule, piece.batch)
             except Exception as cause:
                 return [], f"the weight of a piece cannot be found: {type(cause).__name__}: {cause}"
             if wrong := [each for each in count.values() if not 0 <= each < math.inf]:
@@ -227,7 +224,7 @@ def rows_of(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _all_count(classes: ClassMean, data: Data) -> bool | None:
+def _all_count(classes: TargetMean, data: Data) -> bool | None:
     """Whether all targets of the training set count alike; None where only reading them would tell."""
     if classes.weight is not None:
         return False
@@ -237,4 +234,4 @@ def _all_count(classes: ClassMean, data: Data) -> bool | None:
     if len(tensors) != 2:
         return None
     targets = tensors[1] if rows is None else tensors[1][rows]
-    return targets.is_floating_point() or not bool((targets == classes.ignore_index).any())
+    return targets.is_floating_point() or not bool((targets == classes.ignored).any())

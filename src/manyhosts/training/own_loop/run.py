@@ -21,7 +21,7 @@ from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training.evaluation.predict import Forward, of_inputs
-from manyhosts.training.loop.compute import UserStep
+from manyhosts.training.loop.compute import UserStep, number_of
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.own_loop.strategy import LossOf, OwnLoop, OwnLoopInParts
@@ -297,8 +297,9 @@ class Run(Trainer):
 
     def log(self, **values: float | Tensor) -> None:
         """Record values with this step; those of rank 0 are written."""
+        device = self.world.device
         self._loop.logged |= {
-            name: torch.as_tensor(value, dtype=torch.float64, device=self.world.device).detach()
+            name: number_of(name, value, device, "run.log", torch.float64).to(device, torch.float64).detach()
             for name, value in values.items()
         }
 

@@ -228,7 +228,7 @@ class OwnLoop(WholeModel):
         """The gradient of the mean over all that the micro-batches count, divided once, when the sums are there."""
 
         def sums(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
-            values = step_values(self._called(loss, piece))
+            values = step_values(self._called(loss, piece), "run.backward")
             count = values.pop("count", None)
             counted = torch.tensor(float(piece.samples), device=self.world.device) if count is None else count
             return {**{name: each * counted for name, each in values.items()}, "count": counted.double()}
@@ -271,7 +271,7 @@ class OwnLoop(WholeModel):
         ]
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 1)
         with self.compute.context():
-            values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)))
+            values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), "run.backward")
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
         by_row, own_gradients = found[: len(leaves)], found[len(leaves) :]
         begins, begin = {}, 0

@@ -191,8 +191,8 @@ class Training:
         if code:
             lines = [line for line in text.splitlines() if "rror" in line]
             return {"error": (lines or text.splitlines() or ["?"])[-1][:200], "losses": [], "sha256": ""}
-        lines = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        losses = {line["step"]: line["loss"] for line in lines if line["event"] == "step"}
+        events = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses = {each["step"]: each["loss"] for each in events if each["event"] == "step"}
         summary = json.loads((self.run_dir / "summary.json").read_text())
         return {"error": "", "losses": list(losses.values()), "sha256": summary["weights_sha256"]}
 

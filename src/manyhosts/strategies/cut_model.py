@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,10 +13,19 @@ from torch import Tensor, nn
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
+from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Shard
 from manyhosts.strategies.traits import Traits
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A model to try things on. What a module has computed and keeps (an old weight_norm its weight) has no graph."""
+    kept = [each for part in model.modules() for each in vars(part).values() if isinstance(each, Tensor)]
+    made = copy.deepcopy(model, {id(each): each.detach() for each in kept if not each.is_leaf})
+    prepare(made)
+    return made
 
 
 def check_memory(model: nn.Module, where: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.shared_norm import prepare
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.cut_model import copy_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain, run
 from manyhosts.strategies.pipeline.messages import flat
 from manyhosts.strategies.pipeline.owners import leave, put_in
@@ -56,7 +55,7 @@ def look(model: nn.Module, chain: Chain, inputs: Any, context: Context, *, timed
         ConfigError: they are no chain: the model calls them in another order, or gives one what the one before it does
             not give.
     """
-    copied = _copy(model)
+    copied = copy_of(model).train()
     blocks = [block for _, block in find_chain(copied).blocks]
     named = [*copied.named_parameters(), *copied.named_buffers()]
     uses = _Uses({id(each): name for name, each in named})
@@ -71,14 +70,8 @@ def look(model: nn.Module, chain: Chain, inputs: Any, context: Context, *, timed
     found = {name: sorted(uses.found.get(name, set()) | numbers) for name, numbers in inside.items()}
     seen = Seen(found)
     if timed:
-        seen.seconds = _seconds(_copy(model), chain, inputs, context)
+        seen.seconds = _seconds(copy_of(model).train(), chain, inputs, context)
     return seen
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(model)
-    prepare(copied)
-    return copied.train()
 
 
 def _seeded(compute: Callable[[], Any]) -> Any:
@@ -177,11 +170,11 @@ def prove(
     """
     with randomness.undisturbed():
         with context():
-            wanted = _seeded(lambda: _copy(model)(inputs))
+            wanted = _seeded(lambda: copy_of(model).train()(inputs))
         randomness.seed_compute(0, randomness.COMPUTE)
         value: Any = None
         for stage in range(len(cuts) - 1):
-            copied = _copy(model)
+            copied = copy_of(model).train()
             whole = dict(copied.named_parameters())
             tied = leave(copied, stages, stage)
             lent = {each.name: whole[each.name] for each in tied if each.stages[0] != stage}

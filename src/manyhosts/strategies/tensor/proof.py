@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
-from manyhosts.communication.shared_norm import prepare
 from manyhosts.data import randomness
+from manyhosts.strategies.cut_model import copy_of
 from manyhosts.strategies.tensor.exchange import Exchange, OtherFailed
 from manyhosts.strategies.tensor.layers import cut
 from manyhosts.strategies.tensor.plan import Plan
@@ -66,8 +66,7 @@ def _differentiable(value: Any) -> Iterator[Tensor]:
 
 def copied(model: nn.Module, *, is_double: bool = False) -> nn.Module:
     """A model to try things on; with numbers of 64 bits sums in another order are alike, and no ReLU flips."""
-    made = copy.deepcopy(model)
-    prepare(made)
+    made = copy_of(model)
     return made.double() if is_double else made
 
 

@@ -268,6 +268,14 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
             fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
         )
     for group in optimizer.param_groups:
+        cut = {type(each.data) for each in group["params"]}
+        if group.get("foreach") and len(cut) > 1:
+            raise ConfigError(
+                f"{type(optimizer).__name__} is made with foreach=True, which steps all in one call, and here some "
+                "of them lie in parts and others do not",
+                where="mh.Trainer(optimizer=…, strategy=…)",
+                fix="leave foreach out",
+            )
         is_on_gpu = all(is_asynchronous(each.device) for each in group["params"])
         if group.get("differentiable") or (group.get("capturable") and not is_on_gpu):
             option = "differentiable" if group.get("differentiable") else "capturable"

@@ -99,7 +99,12 @@ TABLE = (
         ("data",),
         refused=True,
     ),
-    Row("`weights` of `mh.Data`", "refused: an epoch would draw other samples in its rest", ("data",), refused=True),
+    Row(
+        "`weights` and `order` of `mh.Data`",
+        "refused: an epoch would draw other samples in its rest; of `order` the first three epochs are compared",
+        ("data",),
+        refused=True,
+    ),
     Row("`seed`, `shuffle`, `drop_last`", "refused: an epoch would repeat some samples and leave others out",
         ("seed", "shuffle", "drop_last"), refused=True),
     Row("`virtual_workers`", "refused: the bits depend on their number", ("virtual_workers",), refused=True),

@@ -82,6 +82,12 @@ class Fetcher:
             samples: list[Any] = self.dataset.__getitems__(indices.tolist())  # type: ignore[attr-defined]
         except Exception as cause:
             raise self._unreadable(f"samples {_few(indices)}", cause) from cause
+        if isinstance(samples, list | tuple) and len(samples) != len(indices):
+            raise DataError(
+                f"asked for {len(indices)} samples of the {self.name} set, {_few(indices)}, it gave {len(samples)}",
+                where=f"{type(self.dataset).__name__}.__getitems__",
+                fix="give one sample for each index, in their order; leave samples out in the dataset's length",
+            )
         if randomness.drawn_since(before):
             # Its random numbers would depend on which samples are fetched together, so on the number of workers.
             self.at_once = False

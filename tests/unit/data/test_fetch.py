@@ -49,6 +49,19 @@ def fetcher(dataset: Dataset[Any], **more: Any) -> Fetcher:
     return Fetcher(dataset, seed=3, name="train", **more)
 
 
+class Lacking(Quiet):
+    """Leaves out what it cannot read."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices if index != 8]
+
+
+def test_dataset_that_gives_fewer_samples_than_it_is_asked_for_is_named() -> None:
+    with pytest.raises(DataError, match=r"asked for 3 samples of the train set, \[7, 8, 9\], it gave 2") as error:
+        fetcher(Lacking())(0, indices(7, 8, 9))
+    assert error.value.where == "Lacking.__getitems__"
+
+
 def test_sample_draws_the_same_numbers_in_any_company() -> None:
     together = fetcher(Drawing())(5, indices(7, 8, 9))
     alone = fetcher(Drawing())(5, indices(8))

@@ -2,11 +2,12 @@
 
 Both serve one exported program on this machine's loopback, by turns, each in fresh processes of one computing thread:
 `manyhosts serve` with batches of 1 and of 16, and a page of starlette that calls the program in the event loop, one
-request after another. Clients of this process keep so many requests open without a break.
+request after another. Clients of this process keep so many requests open without a break. The process with the model
+has one core, and clients and server have the other.
 
-What batches of 16 give over batches of 1: to the bare forward pass, and to 64 clients of `manyhosts serve`. Once in
-samples per second, where clients, server and model compete for the cores of one machine; once per second that the
-process with the model had a core, which what else runs there changes less.
+What batches of 16 give over batches of 1: to the bare forward pass on that core, and to 64 clients of
+`manyhosts serve`. Once in samples per second; once per second that the process with the model had its core, which
+what else runs on the machine changes less.
 
 Run: python benchmarks/serving.py
 """
@@ -53,6 +54,17 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
 """
 
 
+def use_core(number: int, pid: int = 0) -> None:
+    """Have all threads of a process run on one core, where there are two."""
+    cores = sorted(os.sched_getaffinity(os.getppid()))
+    for thread in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+        if len(cores) > 1:
+            os.sched_setaffinity(int(thread.name), {cores[number]})
+
+
+MODEL, REST = 0, 1
+
+
 @contextmanager
 def server(way: str, program: Path, port: int) -> Iterator[int]:
     """Within, it runs. Gives the id of the process that has the model."""
@@ -70,7 +82,9 @@ def server(way: str, program: Path, port: int) -> Iterator[int]:
             except OSError:
                 time.sleep(0.2)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        yield int(children[0]) if children else process.pid
+        model = int(children[0]) if children else process.pid
+        use_core(MODEL, model)
+        yield model
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -121,6 +135,7 @@ def computed(pid: int) -> float:
 def bare(program: Path, seconds: float) -> dict[int, tuple[float, float]]:
     """Of the bare forward pass with batches of 1 and of 16: samples per second, and per second that it had a core."""
     torch.set_num_threads(1)
+    use_core(MODEL)
     forward = torch.export.load(program / "model.pt2").module()
     rates = {}
     for size in (1, 16):
@@ -131,6 +146,7 @@ def bare(program: Path, seconds: float) -> dict[int, tuple[float, float]]:
                 forward(inputs)
                 count += size
         rates[size] = count / (time.perf_counter() - begin), count / (time.process_time() - before)
+    use_core(REST)
     return rates
 
 

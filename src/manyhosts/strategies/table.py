@@ -33,7 +33,7 @@ STRATEGIES: Table[Maker] = Table(
         "pipeline": "manyhosts.strategies.pipeline.strategy:Pipelined",
         "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
-        "parameter-server": "manyhosts.strategies.asynchronous.parameter_server:make",
+        "parameter-server": "manyhosts.strategies.asynchronous.parameter_server:Servers",
         "hogwild": "manyhosts.strategies.asynchronous.hogwild:SharedMemory",
     },
 )

@@ -52,6 +52,12 @@ class Servers(MeetsAtSteps):
     traits = TRAITS["parameter-server"]
     config: ParameterServer
 
+    def __new__(cls, config: ParameterServer, world: World) -> Servers:
+        """One of the form that `config` asks for."""
+        if cls is Servers:
+            cls = Asynchronous if config.is_asynchronous else Synchronous
+        return super().__new__(cls)
+
     def regroup(self) -> None:
         """See that there is something to keep for each server."""
         self.layout()
@@ -239,18 +245,6 @@ class Asynchronous(Servers):
         """Have the parameters as before the step under way."""
         if self._before:
             put(list(self.trained().values()), self._before)
-
-
-class _Make:
-    """The form that the settings ask for."""
-
-    traits = TRAITS["parameter-server"]
-
-    def __call__(self, config: ParameterServer, world: World, /) -> Servers:
-        return Asynchronous(config, world) if config.is_asynchronous else Synchronous(config, world)
-
-
-make = _Make()
 
 
 def measured(found: Tensor) -> dict[str, Tensor]:

@@ -54,15 +54,14 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
 """
 
 
-def use_core(number: int, pid: int = 0) -> None:
-    """Have all threads of a process run on one core, where there are two."""
-    cores = sorted(os.sched_getaffinity(os.getppid()))
+CORES = sorted(os.sched_getaffinity(0))
+MODEL, REST = CORES[:1], CORES[1:2] or CORES
+
+
+def use_cores(cores: Iterable[int], pid: int = 0) -> None:
+    """Have all threads of a process run on these."""
     for thread in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
-        if len(cores) > 1:
-            os.sched_setaffinity(int(thread.name), {cores[number]})
-
-
-MODEL, REST = 0, 1
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 @contextmanager
@@ -83,7 +82,7 @@ def server(way: str, program: Path, port: int) -> Iterator[int]:
                 time.sleep(0.2)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         model = int(children[0]) if children else process.pid
-        use_core(MODEL, model)
+        use_cores(MODEL, model)
         yield model
     finally:
         process.send_signal(signal.SIGTERM)
@@ -135,7 +134,7 @@ def computed(pid: int) -> float:
 def bare(program: Path, seconds: float) -> dict[int, tuple[float, float]]:
     """Of the bare forward pass with batches of 1 and of 16: samples per second, and per second that it had a core."""
     torch.set_num_threads(1)
-    use_core(MODEL)
+    use_cores(MODEL)
     forward = torch.export.load(program / "model.pt2").module()
     rates = {}
     for size in (1, 16):
@@ -146,7 +145,7 @@ def bare(program: Path, seconds: float) -> dict[int, tuple[float, float]]:
                 forward(inputs)
                 count += size
         rates[size] = count / (time.perf_counter() - begin), count / (time.process_time() - before)
-    use_core(REST)
+    use_cores(REST)
     return rates
 
 
@@ -186,6 +185,7 @@ def main() -> None:
                             )
                         )
             print(number, {key: values[-1] for key, values in served.items()}, alone[-1], flush=True)
+    use_cores(CORES)
     ANSWER.write_text(page(served, alone, asked.rounds, asked.seconds))
 
 

@@ -1,4 +1,7 @@
-"""Requests put together: what waits while the model computes is its next batch, and a short wait lets a batch fill."""
+"""Requests put together: what waits while the model computes is its next batch, and a short wait lets a batch fill.
+
+A full batch is given to the process with the model while that still computes the one before.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ import numpy as np
 from manyhosts.serve.tensors import Arrays, Refused, samples_of
 from manyhosts.serve.workers import Lost, Workers
 
+_AT_ONCE = 2
+"""Batches that are with the process: one is computed, and one lies ready."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -26,7 +32,7 @@ class _Waiting:
 
 
 class Batching:
-    """Hands out batches of at most so many samples, one at a time, in the order of the requests."""
+    """Hands out batches of at most so many samples, in the order of the requests."""
 
     def __init__(
         self,
@@ -40,26 +46,26 @@ class Batching:
         """`queue`: most requests that wait. `on_batch` hears of each batch that was answered."""
         self._workers, self._most, self._wait_s, self._queue, self._on_batch = workers, most, wait_s, queue, on_batch
         self._waiting: deque[_Waiting] = deque()
-        self._came = asyncio.Event()
-        self._filled = asyncio.Event()
-        self._pump: asyncio.Task[None] | None = None
+        self._due, self._filled = asyncio.Event(), asyncio.Event()
+        self._turn = asyncio.Lock()  # To take the next batch
+        self._under_way = 0
+        self._pumps: list[asyncio.Task[None]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def start(self) -> None:
         """Begin to answer."""
-        self._pump = asyncio.create_task(self._run())
+        self._pumps = [asyncio.create_task(self._run()) for _ in range(_AT_ONCE)]
 
     async def stop(self) -> None:
         """End; whoever waits is told that there is no answer."""
-        if self._pump is not None:
-            self._pump.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._pump
-        for each in self._waiting:
-            if not each.answer.done():
-                each.answer.set_exception(Lost("the server is ending"))
+        for each in self._pumps:
+            each.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for one in self._waiting:
+            if not one.answer.done():
+                one.answer.set_exception(Lost("the server is ending"))
 
     async def answer(self, arrays: Arrays) -> Arrays:
         """The outputs for the samples of one request.
@@ -72,30 +78,37 @@ class Batching:
             raise Refused(503, f"{self._queue} requests wait already: try again later")
         one = _Waiting(arrays, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
-        self._came.set()
-        if self._samples() >= self._most:
-            self._filled.set()
+        self._note()
         try:
             return await one.answer
         except asyncio.CancelledError:  # the client has gone
             with contextlib.suppress(ValueError):
                 self._waiting.remove(one)
+            self._note()
             raise
 
     def _samples(self) -> int:
         return sum(samples_of(each.arrays) for each in self._waiting)
 
+    def _note(self) -> None:
+        """Say whether there is a batch to hand out: a full one, or any where the process has nothing to compute."""
+        is_full = self._samples() >= self._most
+        for event, holds in ((self._filled, is_full), (self._due, is_full or (self._waiting and not self._under_way))):
+            event.set() if holds else event.clear()
+
     async def _run(self) -> None:
         while True:
-            self._came.clear()
-            if not self._waiting:
-                await self._came.wait()
-            if self._samples() < self._most and self._wait_s:
-                self._filled.clear()
+            async with self._turn:
+                await self._due.wait()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._filled.wait(), self._wait_s)
-            if batch := self._next():
+                batch = self._next()
+                self._under_way += 1
+                self._note()
+            if batch:
                 await self._serve(batch)
+            self._under_way -= 1
+            self._note()
 
     def _next(self) -> list[_Waiting]:
         """The requests of the next batch, oldest first: those of one form, up to so many samples."""

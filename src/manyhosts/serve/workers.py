@@ -1,4 +1,4 @@
-"""The processes that have the model, as the server sees them: started, asked one thing at a time, started again."""
+"""The processes that have the model, as the server sees them: started, asked one thing after another, started again."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from manyhosts.serve.tensors import Arrays, Refused
 
 log = logging.getLogger("manyhosts.serve")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+_ASKED_AT_ONCE = 3
+"""What is asked while another answer is computed lies ready, so that the model need not wait for the server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +55,8 @@ class Workers:
         self._processes: list[asyncio.subprocess.Process] = []
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._turn = asyncio.Lock()
+        self._places = asyncio.Semaphore(_ASKED_AT_ONCE)
+        self._turn = asyncio.Lock()  # To read a reply, in the order of what was asked
         self._keeper: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._snapshot = served.snapshot
@@ -101,27 +104,28 @@ class Workers:
         return str(head.get("why", ""))
 
     async def _ask(self, head: Mapping[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
-        async with self._turn:
-            if not self.ready.is_set() or self._writer is None or self._reader is None:
+        async with self._places:
+            writer, reader = self._writer, self._reader
+            if not self.ready.is_set() or writer is None or reader is None:
                 raise Lost("the model is being opened")
             try:
-                self._writer.write(frames.frame(head, arrays))
-                async with asyncio.timeout(self.served.answer_s):
-                    await self._writer.drain()
-                    reply, outputs = await frames.read(self._reader)
-            except (asyncio.IncompleteReadError, OSError, TimeoutError) as cause:
-                self._lose()
+                writer.write(frames.frame(head, arrays))
+                async with self._turn:
+                    if reader is not self._reader:
+                        raise Lost("the process with the model ended")
+                    async with asyncio.timeout(self.served.answer_s):
+                        await writer.drain()
+                        reply, outputs = await frames.read(reader)
+            except (asyncio.IncompleteReadError, OSError, TimeoutError, asyncio.CancelledError) as cause:
+                if reader is self._reader:  # a reply that is still to come would be taken for that to the next request
+                    self.ready.clear()
+                    self._ended.set()
+                if isinstance(cause, asyncio.CancelledError):
+                    raise
                 raise Lost("the process with the model ended") from cause
-            except asyncio.CancelledError:
-                self._lose()  # its reply would be taken for that to the next request
-                raise
         if reply["kind"] == "refused":
             raise Refused(reply["status"], reply["why"])
         return reply, outputs
-
-    def _lose(self) -> None:
-        self.ready.clear()
-        self._ended.set()
 
     async def _open(self) -> None:
         own, others = socket.socketpair()

@@ -123,3 +123,9 @@ def test_buffer_of_inference_mode_is_refused_where_it_would_be_watched() -> None
         model.register_buffer("table", torch.ones(3))
     with pytest.raises(ConfigError, match=r"table was made within torch\.inference_mode"):
         check_tensors(model)
+
+
+def test_embedding_whose_gradient_is_divided_by_what_a_forward_pass_sees_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match="the embedding '0' has scale_grad_by_freq"):
+        check_tensors(model)

@@ -21,11 +21,23 @@ from manyhosts.strategies.traits import Traits
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A model to try things on. What a module has computed and keeps (an old weight_norm its weight) has no graph."""
-    kept = [each for part in model.modules() for each in vars(part).values() if isinstance(each, Tensor)]
-    made = copy.deepcopy(model, {id(each): each.detach() for each in kept if not each.is_leaf})
+    """A model to try things on."""
+    made = copy.deepcopy(model, without_graph(model))
     prepare(made)
     return made
+
+
+def without_graph(model: nn.Module) -> dict[int, Any]:
+    """For `copy.deepcopy`, which copies no tensor with a graph: in place of those that modules have computed and keep.
+
+    Such as an old weight_norm its weight, or activations for pictures.
+    """
+    kept = [each for part in model.modules() for held in vars(part).values() for each in _members(held)]
+    return {id(each): each.detach() for each in kept if isinstance(each, Tensor) and not each.is_leaf}
+
+
+def _members(held: Any) -> list[Any]:
+    return [held, *(held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ())]
 
 
 def check_memory(model: nn.Module, where: str) -> None:

@@ -20,7 +20,7 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import is_asynchronous
 from manyhosts.strategies.fsdp.exchange import Gathering, StepDigest, Summing
-from manyhosts.strategies.fsdp.refused import Given, Written, check_placeable, see_own_parameters
+from manyhosts.strategies.fsdp.refused import Given, Written, check_placeable, holders_of, see_own_parameters
 from manyhosts.strategies.materialise import Places, materialise
 from manyhosts.strategies.units import is_whole
 
@@ -85,7 +85,7 @@ def place_root(
             offload_policy=offload,
             ignored_params=whole or None,
         )
-        unit.register_forward_pre_hook(noted(partial(see_own_parameters, name)), prepend=True)
+        unit.register_forward_pre_hook(noted(partial(see_own_parameters, name, holders_of(unit))), prepend=True)
         unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)
         unit.register_forward_pre_hook(noted(partial(written.note, name)))
         unit.register_forward_pre_hook(noted(partial(_note, step_digest, number)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from manyhosts.communication.layout import as_real
@@ -133,14 +134,27 @@ class Given:
             )
 
 
-def see_own_parameters(unit: str, module: nn.Module, inputs: Any) -> None:
+def holders_of(unit: nn.Module) -> list[tuple[str, Mapping[str, Tensor | None]]]:
+    """By the name of each module of a unit, where it has its parameters; without the units inside it."""
+    inside = {
+        each
+        for other in unit.modules()
+        if other is not unit and isinstance(other, FSDPModule)
+        for each in other.modules()
+    }
+    return [(name, each._parameters) for name, each in unit.named_modules() if each._parameters and each not in inside]
+
+
+def see_own_parameters(
+    unit: str, holders: Sequence[tuple[str, Mapping[str, Tensor | None]]], module: nn.Module, inputs: Any
+) -> None:
     """See that the parameters of a unit are its own when it is called: PyTorch gathers these in their place.
 
     Raises:
         ConfigError: others have been put there for this call.
     """
-    for part_name, part in module.named_modules():
-        for name, each in part._parameters.items():
+    for part_name, parameters in holders:
+        for name, each in parameters.items():
             if each is not None and not isinstance(each, nn.Parameter):
                 where = ".".join(filter(None, (unit, part_name, name)))
                 raise ConfigError(

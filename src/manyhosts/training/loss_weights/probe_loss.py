@@ -28,6 +28,7 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.cut_model import without_graph
 from manyhosts.training.consistency.held_values import asks_for_training
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
 from manyhosts.training.loop.compute import ForwardPass
@@ -269,10 +270,7 @@ class Look:
         trained = [each for each in module.parameters() if shares and each.requires_grad]
         plain = {id(each): nn.Parameter(each.detach()) for each in trained if type(each) is nn.Parameter}
         known: dict[int, Tensor] = {id(each): plain.get(id(each), each) for each in trained}
-        kept = [each for part in module.modules() for held in vars(part).values() for each in _members(held)]
-        # Activations that a module keeps, for pictures say, have a graph, and no copy is made of such.
-        known |= {id(each): each.detach() for each in kept if isinstance(each, Tensor) and not each.is_leaf}
-        copied = copy.deepcopy(module, known)
+        copied = copy.deepcopy(module, known | without_graph(module))
         for each, own in zip(copied.parameters(), module.parameters(), strict=True):
             _hook(each, own)
         prepare(copied)  # copies are of PyTorch's own classes
@@ -315,10 +313,6 @@ def _hook(copied: Tensor, own: Tensor) -> None:
     for hook in (getattr(own, "_post_accumulate_grad_hooks", None) or {}).values():
         if not str(getattr(hook, "__module__", "")).startswith("manyhosts."):
             copied.register_post_accumulate_grad_hook(hook)
-
-
-def _members(held: Any) -> list[Any]:
-    return [held, *(held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ())]
 
 
 def _rows(batch: Any, count: int, begin: int, end: int) -> Any:

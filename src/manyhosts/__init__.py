@@ -38,7 +38,7 @@ _PUBLIC = {
     "Single": "manyhosts.config.strategies",
     "MLflowLogger": "manyhosts.listeners.trackers",
     "Order": "manyhosts.data.sampler",
-    "Run": "manyhosts.training.own_loop.run",
+    "Run": "manyhosts.training.run",
     "Snapshots": "manyhosts.config.snapshots",
     "Trainer": "manyhosts.training.trainer",
     "WandbLogger": "manyhosts.listeners.trackers",

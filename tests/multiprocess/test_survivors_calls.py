@@ -85,7 +85,7 @@ MOMENTS = {
     "before it says that it is over": "manyhosts.training.loop.run_end:RunEnd.record:1:before",
     "when it has said so": "manyhosts.training.loop.run_end:RunEnd.record:1:after",
     "when all have left the fit": "manyhosts.elastic.session:CollectiveCalls.done:1:before",
-    "before it begins again": "manyhosts.training.run:Run.begin:2:before",
+    "before it begins again": "manyhosts.training.fit:Fit.begin:2:before",
     "with the records open again": "manyhosts.training.telemetry.run_log:RunLog.open_records:2:after",
     "with what came out of the test told": "manyhosts.training.trainer:Trainer._test:1:after",
 }

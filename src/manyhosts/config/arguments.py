@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from manyhosts.errors import ConfigError
@@ -71,6 +71,17 @@ OF_TRAINER = {
     "val_check_interval": 'validate_every="500 steps"',
 }
 """Of `mh.Trainer`: the name elsewhere, and what to write in its place."""
+OF_RUN = {
+    **OF_TRAINER,
+    "model": "use models=",
+    "optimizer": "use optimizers=",
+    "loss": "use run.backward(loss) in the step",
+    "step": "use run.fit(step, duration)",
+    "schedule": "use schedulers={name: function}",
+    "clip_gradients": "use run.update(name, clip=1.0)",
+    "weight": 'use a "count" in what the loss returns',
+}
+"""Of `mh.Run`, likewise."""
 OF_DATA = {
     "num_workers": "loader_workers=4: processes per worker that fetch samples ahead",
     "collate_fn": "collate=function",
@@ -135,13 +146,18 @@ _BY_NAME = {
 }
 
 
-def answers(who: str, elsewhere: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a method answer arguments that it does not know, or lacks, with a sentence, before Python does."""
+def answers(
+    who: str, elsewhere: Mapping[str, str], *, more: Collection[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a method answer arguments that it does not know, or lacks, with a sentence, before Python does.
+
+    `more`: names that its `**` takes.
+    """
 
     def around(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def checked(*given: P.args, **named: P.kwargs) -> R:
-            check_by_name(method, who, elsewhere, given[1:], named)
+            check_by_name(method, who, elsewhere, given[1:], named, more)
             return method(*given, **named)
 
         return checked
@@ -160,7 +176,12 @@ def answering(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[C]],
 
 
 def check_by_name(
-    function: Callable[..., Any], who: str, elsewhere: Mapping[str, str], given: Sequence[Any], named: Mapping[str, Any]
+    function: Callable[..., Any],
+    who: str,
+    elsewhere: Mapping[str, str],
+    given: Sequence[Any],
+    named: Mapping[str, Any],
+    more: Collection[str] = (),
 ) -> None:
     """See that `function` knows every argument, `given` without a name and `named`, and lacks none.
 
@@ -168,7 +189,8 @@ def check_by_name(
         ConfigError: it does not, or lacks one; with what to write, where that is known.
     """
     known = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
-    names = [each.name for each in known]
+    known = [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = [each.name for each in known] + [name for name in more if name not in elsewhere]
     places = sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in known)
     if len(given) > places:
         kind = type(given[places]).__name__

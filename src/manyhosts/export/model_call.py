@@ -20,7 +20,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.export.description import BATCHES, TensorSpec
 from manyhosts.training.evaluation.predict import of_inputs
 from manyhosts.training.loop.compute import pair
-from manyhosts.training.own_loop.run import Run
+from manyhosts.training.run import Run
 from manyhosts.training.trained_script import TrainedRun
 
 # Arguments of a model that are targets: transformers' models compute the loss themselves

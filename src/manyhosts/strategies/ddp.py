@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,10 @@ class DataParallel(WholeModel):
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.more: list[GradientBuckets] = []
         """Of those that were unfrozen since the buckets were made."""
+        self.groups: list[GradientBuckets] = []
+        """Those of each optimizer, where a step has several passes: `buckets` are one of them then, or none."""
+        self.agreed_of: defaultdict[int, Agreed] = defaultdict(Agreed)
+        """By the number of such a pass."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to the leader's."""
@@ -61,6 +66,17 @@ class DataParallel(WholeModel):
         self.model_watch = ModelWatch(model, self.world)
         self._make_buckets()
         return model
+
+    def make_group(self, parameters: Sequence[nn.Parameter]) -> GradientBuckets:
+        """See `strategy.SumsByGroup`."""
+        assert self.model_watch is not None, "place() comes before"
+        self.buckets, self.model_watch.frozen = None, []  # buckets of a group have all: none is met as new
+        self.groups.append(self._buckets_of(parameters))
+        return self.groups[-1]
+
+    def use_group(self, group: GradientBuckets | None, call: int) -> None:
+        """See `strategy.SumsByGroup`."""
+        self.buckets, self.agreed = group, self.agreed_of[call]
 
     def _make_buckets(self) -> None:
         """Make the buckets for the parameters that all workers train now."""
@@ -88,6 +104,8 @@ class DataParallel(WholeModel):
         self._whole = False
         if self.buckets is not None and self.buckets.compressor is not None:
             self.buckets.compressor.step_back()
+        for buckets in self.groups:
+            buckets.rest()
 
     def shared_state(self) -> dict[str, Any]:
         """How many steps were exchanged, what `auto` has chosen, and what the compression remembers."""
@@ -112,10 +130,14 @@ class DataParallel(WholeModel):
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Exchange gradients in the order of worker `source`, by the compression that any of them has chosen."""
         self._merge_buckets()
-        assert self.buckets is not None, "place() comes before meet()"
-        self.agreed.forget()
-        if self.model_watch is not None:
-            self.model_watch.all_is_new()
+        for agreed in (self.agreed, *self.agreed_of.values()):
+            agreed.forget()
+        assert self.model_watch is not None, "place() comes before meet()"
+        self.model_watch.all_is_new()
+        for buckets in self.groups:
+            buckets.meet(source)
+        if self.buckets is None:
+            return ""
         if self.asked == "auto":
             chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
             if self.stopwatch is not None and chosen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class SingleProcess(WholeModel):
         super().__init__(world)
         self.parameters: list[nn.Parameter] = []
         self.agreed = Agreed()
+        self.agreed_of: defaultdict[int, Agreed] = defaultdict(Agreed)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device."""
@@ -40,6 +42,14 @@ class SingleProcess(WholeModel):
         for piece in pieces:
             scale(tally.add(compute(model, piece), piece.weight)).backward()
         return tally.outcome()
+
+    def make_group(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """See `strategy.SumsByGroup`."""
+        return parameters
+
+    def use_group(self, group: Sequence[nn.Parameter] | None, call: int) -> None:
+        """See `strategy.SumsByGroup`."""
+        self.parameters, self.agreed = list(group or ()), self.agreed_of[call]
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer."""

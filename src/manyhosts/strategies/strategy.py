@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.mesh import Mesh
-from manyhosts.communication.shared_norm import Batch
+from manyhosts.communication.part_norm import PartStatistics
 from manyhosts.strategies.traits import Traits
 
 
@@ -205,11 +205,26 @@ class HandsOut(Protocol):
 class FixedParts(Protocol):
     """A strategy that cuts each batch into parts that do not depend on who computes them."""
 
-    statistics: Batch
+    statistics: PartStatistics
     """What BatchNorm layers take for their batch."""
 
     def share_out(self, held: Sequence[range]) -> None:
         """From the next step on each worker computes these parts, by rank; empty: neighbouring ones, evenly."""
+
+
+@runtime_checkable
+class SumsByGroup(Protocol):
+    """A strategy that can sum the gradients of one optimizer's parameters at a time, for steps of several passes."""
+
+    def make_group(self, parameters: Sequence[nn.Parameter]) -> Any:
+        """What sums the gradients of `parameters`, whether they are trained now or not. Called after `place`; from then
+        on each `forward_backward` is for one group.
+        """
+
+    def use_group(self, group: Any, call: int) -> None:
+        """From now on gradients are those of `group`; None: of none. `call`: which pass of its step the next one is;
+        passes of equal number give values of equal names.
+        """
 
 
 class Strategy(Protocol):

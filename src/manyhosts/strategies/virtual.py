@@ -9,6 +9,7 @@ Anchors: EasyScale (Li et al. 2022, arXiv:2208.14228), VirtualFlow (Or, Zhang an
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -63,6 +64,10 @@ class VirtualWorkers(WholeModel):
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.changed: list[str] = []
         """The buffers that forward passes have changed, until all workers have been told."""
+        self.groups: list[TreeBuckets] = []
+        """Those of each optimizer, where a step has several passes: `gradients` are one of them then, or none."""
+        self.agreed_of: defaultdict[int, Agreed] = defaultdict(Agreed)
+        """By the number of such a pass."""
         self._held: Sequence[range] = ()
 
     def share_out(self, held: Sequence[range]) -> None:
@@ -77,6 +82,17 @@ class VirtualWorkers(WholeModel):
         self.model_watch = ModelWatch(model, self.world)
         self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
         return model
+
+    def make_group(self, parameters: Sequence[nn.Parameter]) -> TreeBuckets:
+        """See `strategy.SumsByGroup`."""
+        assert self.model_watch is not None, "place() comes before"
+        self.model_watch.frozen = []  # buckets of a group have all: none is met as new
+        self.groups.append(self._buckets_of(parameters))
+        return self.groups[-1]
+
+    def use_group(self, group: TreeBuckets | None, call: int) -> None:
+        """See `strategy.SumsByGroup`."""
+        self.gradients, self.news.agreed = group, self.agreed_of[call]
 
     def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> TreeBuckets:
         return TreeBuckets(parameters, self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6))
@@ -95,6 +111,8 @@ class VirtualWorkers(WholeModel):
         self.changed = []
         if self.gradients is not None:
             self._watch(None)
+        for buckets in self.groups:
+            buckets.rest()
 
     def shared_state(self) -> dict[str, Any]:
         """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
@@ -107,7 +125,8 @@ class VirtualWorkers(WholeModel):
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Nothing to agree on: every worker holds everything."""
         self.step_back()
-        self.news.agreed.forget()
+        for agreed in (self.news.agreed, *self.agreed_of.values()):
+            agreed.forget()
         if self.model_watch is not None:
             self.model_watch.all_is_new()
         return ""

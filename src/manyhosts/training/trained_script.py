@@ -29,11 +29,11 @@ from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.snapshot.load import Loaded, load
-from manyhosts.training.own_loop.run import Run
 from manyhosts.training.process_session import ProcessSession
+from manyhosts.training.run import Run
+from manyhosts.training.session import Session
 from manyhosts.training.setup.trained_module import load_loss
 from manyhosts.training.state.registry import put_weights, state_of
-from manyhosts.training.trainer import Trainer
 
 _KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")
 """Settings of the run that decide what a model answers, or how the script's data is read."""
@@ -46,7 +46,7 @@ _SECOND_TRAINER = re.compile(r"trainer-(\d+)")
 class TrainedRun:
     """A run whose script has come to `fit`, with the weights of one snapshot in its model."""
 
-    trainer: Trainer
+    trainer: Session
     """As the script made it: `model` is placed and has the weights, `parts`, `loss`, `step` and `metrics` are ready;
     `validate`, `test` and `predict` work."""
     directory: RunDirectory
@@ -164,11 +164,11 @@ class _AtFit(BaseException):
     """Leaves the script; nothing that it catches on its way."""
 
 
-def _stop_at_fit(number: int) -> list[Trainer]:
+def _stop_at_fit(number: int) -> list[Session]:
     """Have the first `fit` of the session of now leave the script. The list has its trainer, once it is there."""
-    reached: list[Trainer] = []
+    reached: list[Session] = []
 
-    def stop(trainer: Trainer) -> NoReturn:
+    def stop(trainer: Session) -> NoReturn:
         if trainer.number != number:
             raise ConfigError(
                 f"the script trains with trainer {trainer.number} before it makes trainer {number}, whose run this is",
@@ -211,7 +211,7 @@ def _number(directory: RunDirectory) -> int:
     return int(found[1]) if found else 1
 
 
-def _take(trainer: Trainer, path: Path) -> Loaded:
+def _take(trainer: Session, path: Path) -> Loaded:
     """Put the weights in the snapshot at `path` into the model and the loss: one tensor after another.
 
     Raises:

@@ -1,62 +1,31 @@
-"""The trainer: what a person's script makes, and calls `fit`, `validate` and `test` on."""
+"""`mh.Trainer`: the face of a session for a model, a loss and an optimizer."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-
-from manyhosts.callbacks.callback import Callback, Callbacks
-from manyhosts.cluster.place import Place
-from manyhosts.cluster.reports import Reporter
-from manyhosts.communication.gathering import gather_plain
-from manyhosts.config import overrides
-from manyhosts.config.arguments import OF_FIT, OF_TRAINER, answers
+from manyhosts.callbacks.callback import Callback
+from manyhosts.config.arguments import OF_TRAINER, answers
 from manyhosts.config.init_from import InitFrom
-from manyhosts.config.settings import ActivationCheckpointing, Settings
+from manyhosts.config.settings import ActivationCheckpointing
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import Best, EarlyStopping
-from manyhosts.config.strategies import DDP, Strategy, named
-from manyhosts.data import randomness
-from manyhosts.data.data import Data, check_dataset, is_several
-from manyhosts.elastic import rendezvous
-from manyhosts.errors import ConfigError
-from manyhosts.events import Listener, Note, TestDone
-from manyhosts.snapshot.load import load
-from manyhosts.snapshot.weights import check_path
-from manyhosts.snapshot.weights import save as save_weights
-from manyhosts.strategies.strategy import Strategy as WorkSpread
-from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.dataset_forward import ForwardPasses
-from manyhosts.training.evaluation.evaluate import Evaluation, Evaluations, OfAllSets
-from manyhosts.training.evaluation.metrics import flattened
-from manyhosts.training.evaluation.predict import Forward, Prediction, of_inputs
+from manyhosts.config.strategies import Strategy
+from manyhosts.data.data import Data
+from manyhosts.events import Listener
 from manyhosts.training.loop.compute import Loss, UserStep
 from manyhosts.training.loss_weights.weighing import Weight
-from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.run import Run
-from manyhosts.training.setup import model_summary
-from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
-from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
+from manyhosts.training.session import Options, Session
+from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
 from manyhosts.training.setup.parameter_groups import MakeOptimizer
-from manyhosts.training.setup.run_place import RunPlace
-from manyhosts.training.state.best_weights import Used, best_model, holding
-from manyhosts.training.state.registry import TrainerState
-from manyhosts.training.state.sharded_state import whole_state
-from manyhosts.training.state.weights import frozen, load_initial
-from manyhosts.training.telemetry.result import Result
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-class Trainer:
+class Trainer(Session):
     """Trains a model on any number of workers.
 
     Args:
@@ -115,12 +84,6 @@ class Trainer:
         ConfigError: settings that make no sense, alone or together.
     """
 
-    has_counts = False
-    """Whether `step` may say what a batch of an evaluation counts, by a value named `count`."""
-
-    called_in = "mh.Trainer(step=…)"
-    """Where the script says what the model makes of a batch of held-out data, where it has no loss."""
-
     @answers("mh.Trainer", OF_TRAINER)
     def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
         self,
@@ -161,307 +124,42 @@ class Trainer:
         keep_pictures: int = 0,
         run_dir: str | Path | None = None,
     ) -> None:
-        check_is_main()
-        reporter = Reporter.from_environment()
-        self._is_launched = reporter is not None
-        self._report: Callable[..., None] = (lambda *_, **__: None) if reporter is None else reporter.send
-        self._report("trainer")
-        check_given(
-            model=model, data=data, loss=loss, step=step, schedule=schedule, metrics=metrics, listeners=listeners
-        )
-        self.settings = overrides.apply(
-            Settings(
-                batch_size=data.batch_size,
-                batch_size_per_worker=data.batch_size_per_worker,
-                micro_batch_size=micro_batch_size,
-                evaluation_batch_size=data.evaluation_batch_size,
-                drop_last=data.drop_last,
-                shuffle=data.shuffle,
-                loader_workers=data.loader_workers,
-                lr_scaling=lr_scaling,
-                warmup=warmup,
-                strategy=DDP() if strategy is None else named(strategy),
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            data=data,
+            loss=loss,
+            step=step,
+            schedule=schedule,
+            weight=weight,
+            options=Options(
+                metrics=metrics,
+                strategy=strategy,
                 precision=precision,
+                micro_batch_size=micro_batch_size,
                 clip_gradients=clip_gradients,
-                batch_norm=batch_norm,
-                snapshots=snapshots or Snapshots(),
+                snapshots=snapshots,
                 validate_every=validate_every,
                 early_stopping=early_stopping,
-                best=Best(best) if isinstance(best, str) else best,
-                schedule_every=schedule_every,
+                best=best,
+                listeners=listeners,
+                callbacks=callbacks,
+                init_from=init_from,
                 seed=seed,
                 virtual_workers=virtual_workers,
                 balance=balance,
                 audit=audit,
                 on_bad_step=on_bad_step,
+                batch_norm=batch_norm,
+                schedule_every=schedule_every,
+                lr_scaling=lr_scaling,
+                warmup=warmup,
                 compile=compile,
                 activation_checkpointing=activation_checkpointing,
                 backend=backend,
                 record_samples=record_samples,
                 threads=threads,
                 keep_pictures=keep_pictures,
+                run_dir=run_dir,
             ),
-            overrides.from_environment(),
-        )
-        self.data = data
-        self.metrics = flattened(metrics or {})
-        self.settings = with_direction(self.settings, data, self.metrics)
-        self.loss, self.step = loss, step
-        self.listeners, acting = list(listeners), Callbacks(callbacks)
-        init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
-        self._session = session = ProcessSession.current()
-        self.world = session.world(self.settings.backend)
-        self._place = RunPlace(session, run_dir)
-        self._run: Run | None = None
-
-        def make() -> Parts:
-            self._place.compare(self.world)
-            parts = build(
-                settings=self.settings,
-                world=self.world,
-                data=data,
-                model=model if init is None else frozen(model, init.freeze),
-                loss=loss,
-                step=step,
-                optimizer=optimizer,
-                schedule=schedule,
-                weight=weight,
-                spread=self._spread,
-                callbacks=acting,
-                watcher=session.watcher,
-            )
-            if init is not None:
-                load_initial(parts, init)
-            attach_callbacks(parts)
-            return parts
-
-        self._collective_calls = session.collective_calls(self.world)
-        # The first trainers come before the first call, when nobody has anything that could be lost.
-        self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
-        self.settings = self.parts.settings
-        self._provider = TrainerState(self.parts)
-        self._collective_calls.add(self._place.number, self._provider)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, as the strategy has placed it."""
-        return self.parts.model
-
-    @property
-    def number(self) -> int:
-        """Which trainer of its process this is, from 1."""
-        return self._place.number
-
-    @answers("trainer.fit", OF_FIT)
-    def fit(self, duration: str | None = None) -> Result:
-        """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
-
-        A run directory that holds snapshots is resumed; what it has behind it counts. The random generators of
-        the script (torch, NumPy, Python) are afterwards as they were before, here and in `validate` and `test`.
-
-        Raises:
-            ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
-        """
-        if self._session.in_place_of_fit is not None:
-            self._session.in_place_of_fit(self)
-        settings = self._place.with_own_copy(self.settings)
-        if duration is not None and "duration" not in overrides.from_environment():
-            settings = dataclasses.replace(settings, duration=duration)
-        if self._run is not None:
-            self._run.run_log.close()
-        directory, listeners = self._place.directory(self.world), self.listeners
-        validation = None if self.data.validation is None else self._evaluation("validation")
-        if self.parts.watcher is not None:
-            listeners = list(self.parts.watcher.fits(validation, listeners))
-        self._run = Run(
-            calls=self._collective_calls,
-            provider=self._provider,
-            settings=settings,
-            directory=directory,
-            script=self._place.script,
-            validation=validation,
-            listeners=listeners,
-            report=self._report,
-            go_on_with="" if self._is_launched else self._place.command(directory),
-        )
-        with randomness.undisturbed():
-            return self._run.fit()
-
-    def _spread(self, strategy: WorkSpread, settings: Settings) -> WorkSpread:
-        """What spreads a step over the workers, given the strategy that the settings name."""
-        return strategy
-
-    def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
-        """What all workers do together, and once more from its beginning where some are lost meanwhile."""
-        world = self.world
-        return rendezvous.make(
-            self._collective_calls,
-            once,
-            most=self.settings.virtual_workers or 0,
-            survives=world.backend == "gloo" and world.device.type == "cpu",
-            has_outcome=has_outcome,
-            provider=self._provider if self._run is not None else None,
-        )
-
-    def validate(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
-        """`loss` and every metric over the whole validation set, each sample once. `weights` as in `test`.
-
-        Raises:
-            ConfigError: there is no validation set.
-        """
-        evaluation = self._evaluation("validation")
-        with randomness.undisturbed():
-            values: dict[str, float] = self._call(lambda: self._validate(evaluation, weights))
-        return values
-
-    def summary(self, *, depth: int = 2) -> str:
-        """The model in a table: its modules down to `depth`, their parameters, and how many of these are trained."""
-        return model_summary.summary(self.model, depth=depth)
-
-    def _validate(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
-        with holding(weights, self.parts, self._run) as used:
-            values = self._evaluated(evaluation, f"the validation of {used}")
-        self._say(f"validated: {used}")
-        return values
-
-    def _say(self, text: str) -> None:
-        """Tell which weights were used, where there is a run that it is told of."""
-        if self._run is None:
-            return
-        if self.world.is_leader and not self._collective_calls.over:
-            self._run.run_log.become_leader()  # another one may have led while it trained
-        self._run.run_log.tell(Note(text=text, step=self._run.state.step, time=time.time()))
-        self._run.run_log.flush()
-
-    def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
-        """`loss` and every metric over the whole test set, each sample once.
-
-        `weights="best"`: those of the best validation, where `fit` has kept them; `"last"`: those of now. Either are
-        averages where a callback evaluates by them. `validate`, `predict` and `save` use the same, and all say which.
-
-        Raises:
-            ConfigError: there is no test set.
-        """
-        evaluation = self._evaluation("test")
-        with randomness.undisturbed():
-            values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
-        return values
-
-    def predict(
-        self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
-    ) -> Any:
-        """What the model, in evaluation mode, makes of each sample of `dataset`, in its order, each sample once.
-
-        `forward(model, batch)`: what is wanted of a batch; without it `model(inputs)`, where an (inputs, targets) pair
-        gives its inputs. It returns tensors `(samples of the batch, …)`, or tuples, lists and dicts of them. They come
-        back in the same form, over the whole dataset, on the CPU, with the same bits on any number of workers. Every
-        worker holds all of it: return what is wanted, not all that the model has. `weights` as in `test`.
-
-        Raises:
-            ConfigError: `dataset` is a stream or a loader, or what comes out has no row for each sample.
-            DataError: a sample cannot be read.
-        """
-        check_dataset("prediction", dataset, where="trainer.predict(dataset)", is_stream_fine=False)
-        prediction = Prediction(self._passes(dataset, "prediction"), forward or of_inputs)
-        with randomness.undisturbed():
-            return self._call(lambda: self._predict(prediction, weights), has_outcome=False)
-
-    def _predict(self, prediction: Prediction, weights: Literal["best", "last"]) -> Any:
-        if self.world.apart and self._run is not None and not self._run.has_end:
-            raise ConfigError(
-                "the other workers have finished this prediction, and this one came too late to be given their weights",
-                where="trainer.predict",
-                fix="start the same command again: all workers begin together then",
-            )
-        with holding(weights, self.parts, self._run) as used:
-            compare_weights(self.parts, "before the prediction")
-            predicted = prediction(self.model)
-        self._say(f"predicted: {used}")
-        return predicted
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this worker is the one that does what is to be done once: rank 0."""
-        return Place.from_environment().rank == 0
-
-    def save(self, path: str | Path, *, weights: Literal["best", "last"] = "best") -> None:
-        """Write the model's weights to one file, once: `.safetensors`, or `.pt` with a `state_dict`.
-
-        `weights` as in `test`. All workers call it; the file is there when it returns.
-
-        Raises:
-            ConfigError: it cannot be written there.
-        """
-        file = Path(path)
-        check_path(file)
-        self._call(lambda: self._save(file, weights))
-
-    def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
-        best = best_model(self._run) if weights == "best" else None
-        state: Mapping[str, Any] = {}
-        if best is None:
-            with self.parts.callbacks.evaluated(self.parts.trained):
-                state = whole_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_leader)
-                state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
-        else:
-            base, holding = self.parts.frozen_base.tensors(), self.parts.strategy.holding
-            state = whole_state(base, holding, keep=self.world.is_leader)  # which the best model may be kept without
-        error: ConfigError | None = None
-        if self.world.is_leader:
-            try:
-                save_weights(file, state if best is None else {**state, **load(best).state["model"]})
-            except ConfigError as found:
-                error = found
-        gather_plain(self.world, None, error)
-        self._say(f"saved in {file.name}: {Used.of(self.parts, self._run, is_best=best is not None)}")
-
-    def _evaluated(self, evaluation: OfAllSets, which: str) -> dict[str, float]:
-        compare_weights(self.parts, f"before {which}")
-        return evaluation(self.model)
-
-    def _test(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
-        begin = time.perf_counter()
-        with holding(weights, self.parts, self._run) as used:
-            values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
-        if self._run is not None:
-            if self.world.is_leader and not self._collective_calls.over:
-                self._run.run_log.become_leader()  # another one may have led while it trained
-            news = TestDone(
-                step=self._run.state.step,
-                values=values,
-                seconds=time.perf_counter() - begin,
-                time=time.time(),
-                weights="best" if used.is_best else "last",
-                weights_step=used.step,
-            )
-            self._run.run_log.tell(news)
-            self._run.run_log.flush()
-        return values
-
-    def _evaluation(self, name: Literal["validation", "test"]) -> OfAllSets:
-        given = getattr(self.data, name)
-        if given is None:
-            raise ConfigError(f"there is no {name} set", where=f"mh.Data({name}=…)", fix="give one")
-        if is_several(given):
-            return Evaluations({key: self._over(dataset, f"{name}/{key}") for key, dataset in given.items()})
-        return self._over(given, name)
-
-    def _over(self, dataset: Dataset[Any], name: str) -> Evaluation:
-        return Evaluation(
-            self._passes(dataset, name),
-            loss=self.loss,
-            step=self.step,
-            metrics=self.metrics,
-            weighing=self.parts.weighing,
-            has_counts=self.has_counts,
-        )
-
-    def _passes(self, dataset: Any, name: str) -> ForwardPasses:
-        return ForwardPasses.over(
-            dataset,
-            name,
-            data=self.data,
-            settings=self.settings,
-            strategy=self.parts.strategy,
-            on_progress=partial(self._report, "busy"),
         )

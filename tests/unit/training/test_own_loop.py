@@ -189,7 +189,7 @@ def test_what_a_part_keeps_changes_once_where_a_loss_looks_at_the_whole_batch(tm
             run.update("one", clip=0.1)
 
         run.fit(step, "5 steps")
-        return {**run.models.state_dict(), **{str(k): v["seen"]["sum"] for k, v in run._loop.parts.kept.items()}}
+        return {**run.models.state_dict(), **{str(k): v["seen"]["sum"] for k, v in run._own_step.parts.kept.items()}}
 
     found, expected = train("over", True), train("each", False)
     assert found.keys() == expected.keys()

@@ -21,7 +21,6 @@ from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
-from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
 
@@ -146,8 +145,8 @@ class Recorder(Watcher):
         compute, fetcher = parts.compute, fetcher_of(parts.source)
         if fetcher is not None and fetcher.collate is not default_collate:
             fetcher.collate = SeenCollate(fetcher.collate, self.collate_drew)
-        if isinstance(parts.strategy, OwnLoop):
-            parts.strategy.call = _Seen(parts.strategy.call, self)
+        if parts.own_step is not None:
+            parts.own_step.call = _Seen(parts.own_step.call, self)
         elif compute.step is not None:
             if not isinstance(compute.step, _Seen):
                 compute.step = _Seen(compute.step, self)

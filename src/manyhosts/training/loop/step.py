@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from manyhosts.communication.shared_norm import acting
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import Step
-from manyhosts.strategies.audit import Auditable, Auditor
+from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, StepOutcome, TellsMisuse
@@ -29,7 +30,6 @@ from manyhosts.training.loop.loop_state import LoopState
 from manyhosts.training.loop.schedules import Schedule
 from manyhosts.training.loop.transfers import Transfers
 from manyhosts.training.loss_weights.counting import LossWeights
-from manyhosts.training.own_loop.strategy import OwnLoop
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
@@ -75,13 +75,13 @@ class Stepper:
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
         self.counting = LossWeights(parts, settings, state)
         self.first_steps = FirstSteps(parts)
-        self.norm_price = NormPrice(parts.batch_norm)
+        self.norm_price = NormPrice(parts.batch_norm, parts.world.notes)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = parts.watcher
-        if isinstance(parts.strategy, OwnLoop):
-            parts.strategy.remembers = keep_buffers or bad_steps.leave_out
-            parts.strategy.before_update = snapshot_schedule.before_update
-            parts.strategy.done = lambda: state.step
+        if parts.own_step is not None:
+            parts.own_step.remembers = keep_buffers or bad_steps.leave_out
+            parts.own_step.before_update = snapshot_schedule.before_update
+            parts.own_step.done = lambda: state.step
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
@@ -101,25 +101,25 @@ class Stepper:
         else:
             if self.bad_steps.buffers:
                 self.bad_steps.buffers.keep()
-            if parts.auditor is not None:
-                self.audit(parts.auditor, number, weighed)
+            self.audit(number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
             with acting(parts.batch_norm), self.writes_seen(len(pieces)):
-                outcome = parts.strategy.forward_backward(
-                    parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
-                )
+                if parts.own_step is None:
+                    outcome = parts.strategy.forward_backward(
+                        parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
+                    )
+                else:
+                    outcome = parts.own_step.make(pieces, self.flags.own())
             self.differentiated(number, weighed, outcome)
             norm = self.bad_steps.watched(self.clip())
             if self.bad_steps.must_go(number, outcome.values["loss"], norm):
                 self.schedule.after_step()
             else:
-                norm = self.bad_steps.shown(number, norm)
+                norm, updated = self.bad_steps.shown(number, norm), True
                 self.update()
-                updated = True
         self.call_callbacks(step, updated=updated)
         timing, bytes_sent, exchange_s = self.clock.end()
-        if self.norm_price.batch is not None and (price := self.norm_price.after_step(timing.total)):
-            parts.world.notes.append(price)
+        self.norm_price.after_step(timing.total)
         self.count(step)
         facts = StepFacts(
             step=number,
@@ -149,7 +149,7 @@ class Stepper:
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        if not self.first_steps.looking or isinstance(self.parts.strategy, OwnLoop):  # whose updates are its own
+        if not self.first_steps.looking or self.parts.own_step is not None:  # whose updates are among them
             yield
             return
         self.first_steps.before_forward()
@@ -183,10 +183,11 @@ class Stepper:
             own = [step.pieces[each] for each in self.hands_out.computed]
             self.note_samples(number, _indices(replace(step, pieces=own)))
 
-    def audit(self, auditor: Auditor, number: int, step: Step) -> None:
-        """Ready the parts that this worker computes again for another."""
-        done = self.state.step
-        auditor.begin(number, [Auditable(each.audit, self.transfers.pieces(done, each.pieces)) for each in step.audits])
+    def audit(self, number: int, step: Step) -> None:
+        """Ready the parts that this worker computes again for another, where that was asked for."""
+        if self.parts.auditor is not None:
+            pieces = partial(self.transfers.pieces, self.state.step)
+            self.parts.auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
 
     def clip(self) -> Any:
         """Clip the gradient where that is asked for. Returns its norm before."""
@@ -202,6 +203,14 @@ class Stepper:
         if looking:
             self.first_steps.before_update()
             rate = max(float(group["lr"]) for group in parts.optimizer.param_groups)
+        if parts.own_step is None:  # which has made its updates itself
+            self.step_optimizer()
+        if looking:
+            self.first_steps.after_update(rate * parts.warmup.factor(done))
+
+    def step_optimizer(self) -> None:
+        """Have the strategy step the optimizer, and move the schedule."""
+        parts, done = self.parts, self.state.step
         self.snapshot_schedule.before_update()
         if may_draw(parts.optimizer):
             # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
@@ -217,8 +226,6 @@ class Stepper:
                 raise
         self.schedule.after_step()
         self.at.inconsistent = False
-        if looking:
-            self.first_steps.after_update(rate * parts.warmup.factor(done))
 
     def pass_over(self) -> StepOutcome:
         """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""
@@ -253,10 +260,13 @@ class Stepper:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
         at, strategy = self.at, self.parts.strategy
         if at.under_way and not at.inconsistent and isinstance(strategy, Elastic):
-            if not finished or not strategy.whole:
+            own_step = self.parts.own_step
+            if not finished or own_step is not None or not strategy.whole:
                 if self.buffers:
                     self.buffers.put_back()
                 strategy.step_back()
+                if own_step is not None:
+                    own_step.step_back()
             elif isinstance(strategy, LocalUpdates) and at.taken is not None:
                 self.clip()
                 self.update()

@@ -38,7 +38,7 @@ from manyhosts.training.loop import learning_rate
 from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.loop.source import Source, make_source
 from manyhosts.training.loss_weights.weighing import Weighing, Weight
-from manyhosts.training.own_loop.strategy import OwnLoop, StepMemory
+from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.setup.choose_strategy import Given, choose
 from manyhosts.training.setup.collective_forward import refuse_other_calls
 from manyhosts.training.setup.compiling import prepare_blocks
@@ -119,6 +119,8 @@ class Parts:
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
     make_warmup: Callable[[Source], learning_rate.WarmUp]
+    own_step: OwnStep | None
+    """What a step does, where the script has written it."""
     objects: Mapping[str, Stateful]
     """By name, what else snapshots and new workers need: kept and restored with model and optimizer."""
 
@@ -235,11 +237,11 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     optimizer: MakeOptimizer,
     schedule: MakeSchedule | None,
     weight: Weight | None,
-    spread: Callable[[Strategy, Settings], Strategy],
+    own_step: OwnStep | None,
     callbacks: Callbacks,
     watcher: Watcher | None,
 ) -> Parts:
-    """Make everything that `fit` needs. `spread`: what becomes of the strategy that the settings name."""
+    """Make everything that `fit` needs. `own_step`: that of a script which computes its gradients itself."""
     weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
     choose_kernels(settings, world)
     auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world, tensor_checksums)
@@ -252,18 +254,18 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
-    strategy = spread(make_strategy(settings, world, auditor), settings)
+    strategy = make_strategy(settings, world, auditor)
+    if own_step is not None:
+        own_step.use(strategy, settings, world)
     check_handed_out(strategy, data, settings)
     weighing.mesh = strategy.mesh
-    check_kept(made)
-    if world.is_shared or settings.virtual_workers is not None:
-        check_tensors(made)
-    if world.is_shared or settings.virtual_workers is not None or settings.micro_batch_size is not None:
-        world.notes += hooked(made)
+    _check_made(made, settings, world)
     own_fingerprint = fingerprint(model_of(made))
     if isinstance(strategy, LooksAhead):
         look_ahead(strategy, compute, data, settings)
     placed = _place(made, strategy, settings, world)
+    if own_step is not None:
+        own_step.take_models(placed, compute)
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None
     world.notes += prepare_blocks(model_of(placed), settings)
@@ -321,8 +323,19 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         frozen_base=FrozenBase(model_of(placed), strategy.holding, world),
         make_source=cut_source,
         make_warmup=warm,
-        objects={"own loop": StepMemory(strategy)} if isinstance(strategy, OwnLoop) else {},
+        own_step=own_step,
+        objects={} if own_step is None else {"own loop": own_step},
     )
+
+
+def _check_made(made: nn.Module, settings: Settings, world: World) -> None:
+    """See that what was made can be kept and shared out, and say what hooks would do several times in a step."""
+    check_kept(made)
+    in_parts = world.is_shared or settings.virtual_workers is not None
+    if in_parts:
+        check_tensors(made)
+    if in_parts or settings.micro_batch_size is not None:
+        world.notes += hooked(made)
 
 
 def check_handed_out(strategy: Strategy, data: Data, settings: Settings) -> None:

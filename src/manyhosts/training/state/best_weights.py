@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from manyhosts.snapshot.load import load
-from manyhosts.training.run import Run
+from manyhosts.training.fit import Fit
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.frozen_base import KEY
 from manyhosts.training.state.registry import copied, put_weights, state_of, weights_of
 
 
-def best_model(run: Run | None) -> Path | None:
+def best_model(run: Fit | None) -> Path | None:
     """The best model's folder, here on every worker; None where the run has none."""
     if run is None:
         return None
@@ -34,7 +34,7 @@ class Used:
     """The name of the callback that has averaged them; empty where none has."""
 
     @classmethod
-    def of(cls, parts: Parts, run: Run | None, *, is_best: bool) -> Used:
+    def of(cls, parts: Parts, run: Fit | None, *, is_best: bool) -> Used:
         """Those that `holding` gives."""
         step = 0 if run is None else run.state.best_step if is_best else run.state.step
         return cls(is_best, step, parts.callbacks.averaging)
@@ -45,7 +45,7 @@ class Used:
 
 
 @contextmanager
-def holding(weights: Literal["best", "last"], parts: Parts, run: Run | None) -> Iterator[Used]:
+def holding(weights: Literal["best", "last"], parts: Parts, run: Fit | None) -> Iterator[Used]:
     """Within, the model has its best weights, where they are asked for and kept, else those of now. Says which."""
     best = best_model(run) if weights == "best" else None
     used = Used.of(parts, run, is_best=best is not None)

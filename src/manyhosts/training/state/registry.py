@@ -56,6 +56,8 @@ class TrainerState:
         if isinstance(parts.strategy, Elastic):
             lost = parts.strategy.meet(source, new=new, gone=gone)
             share_optimizers(parts)
+        if parts.own_step is not None:
+            parts.own_step.meet()
         self.group = membership.group
         return lost
 

@@ -14,28 +14,30 @@ _STEPS = 10
 class NormPrice:
     """Of the exchanges of one model's layers."""
 
-    def __init__(self, batch: Batch | None) -> None:
+    def __init__(self, batch: Batch | None, notes: list[str]) -> None:
+        """The sentence goes to `notes`."""
+        self.notes = notes
         self.batch = batch if isinstance(batch, GlobalBatch) else None
         self._steps, self._total, self._begin = 0, 0.0, (0.0, 0)
 
-    def after_step(self, seconds: float) -> str:
-        """A step took so many `seconds`. The sentence, after the last one that counts; else nothing."""
+    def after_step(self, seconds: float) -> None:
+        """A step took so many `seconds`. After the last one that counts it is said what exchanges took of them."""
         batch = self.batch
         if batch is None or batch.members.size == 1 or batch.members.device.type != "cpu":
-            return ""
+            return
         self._steps += 1
         if self._steps > _FIRST:
             self._total += seconds
         elif self._steps == _FIRST:
             self._begin = batch.exchange_s, batch.exchanges
         if self._steps < _FIRST + _STEPS:
-            return ""
+            return
         took, count = batch.exchange_s - self._begin[0], batch.exchanges - self._begin[1]
         self.batch = None
         if not count:
-            return ""
+            return
         way = "through shared memory" if batch.is_shared_memory else "over the network"
-        return (
+        self.notes.append(
             f"BatchNorm over the batch of {batch.members.size} workers: {count / _STEPS:.0f} exchanges {way} take "
             f"{seconds_in_words(took / _STEPS)} of a step of {seconds_in_words(self._total / _STEPS)} "
             f"({100 * took / self._total:.0f} %, waiting for the slowest worker included); "

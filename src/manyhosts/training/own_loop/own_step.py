@@ -1,9 +1,9 @@
-"""The user's own step, run by the engine as one strategy: all its updates count as one step, or none does.
+"""The user's own step: all its updates count as one step, or none does.
 
 A step of the user's calls `backward` and `update` as often as it wants. Each `backward` is one `forward_backward` of
-the strategy inside (one process, `ddp`, or virtual workers), over the parameters of one optimizer. What a step changes
-before it is over (parameters, optimizers, schedulers, `run.state`, what belongs to parts) is copied before its first
-change, so that a step which breaks off is made again from where it began.
+the strategy, over the parameters of one optimizer. What a step changes before it is over (parameters, optimizers,
+schedulers, `run.state`, what belongs to parts) is copied before its first change, so that a step which breaks off is
+made again from where it began.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhosts.communication.shared_norm import Batch
+from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import DDP
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.ddp import DataParallel
-from manyhosts.strategies.single import SingleProcess
-from manyhosts.strategies.strategy import Elastic, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed
-from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.strategies.whole_model import WholeModel, norm_of
+from manyhosts.strategies.strategy import FixedParts, Piece, StepOutcome, Strategy, SumsByGroup
+from manyhosts.strategies.whole_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
 from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.copies import ParameterCopies
@@ -38,9 +35,12 @@ from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies
 
+_NOT_TRIED = (
+    "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
+    "script's own is not called on a trial; `manyhosts prove` compares 1, 2 and 3 workers"
+)
 _LOOKS = 3
 """Steps behind which plain attributes of models are looked at."""
-Inner = SingleProcess | DataParallel | VirtualWorkers
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
 """`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
 Rows = Tensor | tuple[Tensor, ...]
@@ -58,24 +58,21 @@ class Group:
     optimizer: Optimizer
     parameters: list[nn.Parameter]
     scheduler: LRScheduler | None
-    buckets: Any = None
+    sums: Any
+    """What the strategy sums their gradients in."""
     pending: bool = False
     """Whether there are gradients that no update has used yet."""
     loss: Tensor | None = None
     """Of the last backward pass for it in this step."""
 
 
-class OwnLoop(WholeModel):
-    """Runs the user's step over `inner`, the strategy that sums gradients."""
+class OwnStep:
+    """Runs the user's step, its updates included."""
 
-    def __init__(self, inner: Inner, settings: Settings, step: Callable[[], None]) -> None:
+    def __init__(self, step: Callable[[], None]) -> None:
         """`step`: the user's, to be called once for each optimizer step."""
-        super().__init__(inner.world)
-        self.inner, self.settings, self.step = inner, settings, step
-        self.traits = inner.traits  # type: ignore[misc]  # those of what sums the gradients
+        self.step = step
         self.groups: dict[str, Group] = {}
-        parts = settings.virtual_workers
-        self.parts = Parts(self.world, parts or self.world.size, stays=parts is not None)
         self.state: dict[str, Any] = {}
         """The user's own numbers and tensors, equal on all workers."""
         self.remembers = False
@@ -95,7 +92,6 @@ class OwnLoop(WholeModel):
         """Backward passes of this step so far."""
         self._placed: list[nn.Parameter] = []
         """All parameters: to walk through the models in every backward pass takes longer than a small one."""
-        self._agreed: dict[int, Agreed] = {}
         self._undo: list[Callable[[], None]] = []
         self._copied: set[int] = set()
         self._copies = ParameterCopies()
@@ -103,47 +99,44 @@ class OwnLoop(WholeModel):
         """What models keep in plain attributes, before the first step of this process."""
         self._looks = _LOOKS
 
-    def place(self, model: nn.Module) -> nn.Module:
-        """Place all models as `inner` does."""
-        self.model = self.inner.place(model)
-        self._placed = list(self.model.parameters())
-        self._know_all_trained()
-        return self.model
+    def use(self, strategy: Strategy, settings: Settings, world: World) -> None:
+        """Sum gradients by `strategy`, which has not placed the models yet.
 
-    def _know_all_trained(self) -> None:
-        """Buckets hold all parameters of an optimizer, also those that are frozen for now: none is met as new."""
-        if not isinstance(self.inner, SingleProcess):
-            assert self.inner.model_watch is not None, "place() has made it"
-            self.inner.model_watch.frozen = []
+        Raises:
+            ConfigError: it cannot sum those of one optimizer at a time.
+        """
+        if not isinstance(strategy, SumsByGroup):
+            raise ConfigError(
+                f"a loop of one's own runs with strategy='ddp', and this is {settings.strategy.name!r}",
+                where="strategy",
+                fix="leave strategy out; virtual_workers=… goes with it",
+            )
+        if isinstance(settings.strategy, DDP) and settings.strategy.compression != "none":
+            raise ConfigError(
+                "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
+            )
+        if settings.virtual_workers or settings.micro_batch_size or world.is_shared:
+            world.notes.append(_NOT_TRIED)
+        self.strategy, self.settings, self.world, parts = strategy, settings, world, settings.virtual_workers
+        self.parts = Parts(world, parts or world.size, stays=parts is not None)
+
+    def take_models(self, placed: nn.Module, compute: ForwardPass) -> None:
+        """Know the models as they were placed, and what a forward pass runs in."""
+        self.model, self.compute, self._placed = placed, compute, list(placed.parameters())
 
     def take_optimizers(self, combined: CombinedOptimizer, schedulers: Mapping[str, LRScheduler]) -> None:
         """Know the optimizers, which are made after the models were placed."""
         for name, each in combined.named.items():
             parameters = [parameter for group in each.param_groups for parameter in group["params"]]
-            self.groups[name] = Group(each, parameters, schedulers.get(name))
             with _trained(self._placed, parameters, also_frozen=True):
-                self.groups[name].buckets = (
-                    parameters if isinstance(self.inner, SingleProcess) else self.inner._buckets_of(parameters)
-                )
-        self._use(None)
-
-    def _use(self, group: Group | None) -> None:
-        """Have `inner` sum the gradients of this group; None: of none."""
-        if isinstance(self.inner, SingleProcess):
-            self.inner.parameters = [] if group is None else group.buckets
-        elif isinstance(self.inner, DataParallel):
-            self.inner.buckets = None if group is None else group.buckets
-        else:
-            self.inner.gradients = None if group is None else group.buckets
+                sums = self.strategy.make_group(parameters)
+            self.groups[name] = Group(each, parameters, schedulers.get(name), sums)
 
     # A step.
 
-    def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Any, scale: Scale, control_flags: Sequence[float]
-    ) -> StepOutcome:
-        """Run the user's step, its updates included: `update` has nothing left to do."""
+    def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> StepOutcome:
+        """Run the user's step. `control_flags` are summed over the workers."""
         self.before_update()
-        self.compute: ForwardPass = compute
         self.pieces = [replace(each, bring=_given(each.batch)) for each in pieces]
         self.calls, self.logged, self._undo, self._copied = 0, {}, [], set()
         for group in self.groups.values():
@@ -151,9 +144,9 @@ class OwnLoop(WholeModel):
         self.parts.begin_step()
         if self.remembers:
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
-            self._keep_parameters(model)
+            self._keep_parameters()
         if self._looks and self._plain is None:
-            self._plain = HeldValues(model).now()
+            self._plain = HeldValues(self.model).now()
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
         is_good = True
         try:
@@ -171,20 +164,20 @@ class OwnLoop(WholeModel):
         else:
             self._put_back()
         self.pieces, self._undo = None, []
-        self._see_plain_values(model)
+        self._see_plain_values()
         return StepOutcome(self._values(is_good=is_good), reported[:-1])
 
-    def _see_plain_values(self, model: nn.Module) -> None:
+    def _see_plain_values(self) -> None:
         """In the first steps: say what a step changes and nobody keeps."""
         if not self._looks or self._plain is None:
             return
         self._looks -= 1
-        if note := changed_attributes(self._plain, HeldValues(model).now()):
+        if note := changed_attributes(self._plain, HeldValues(self.model).now()):
             self.world.notes.append(note)
             self._looks = 0
 
-    def _keep_parameters(self, model: nn.Module) -> None:
-        named = dict(model.named_parameters())
+    def _keep_parameters(self) -> None:
+        named = dict(self.model.named_parameters())
         stepped = {id(each) for group in self.groups.values() for each in group.parameters}
         self._copies.keep(named, [name for name, each in named.items() if id(each) in stepped])
         self._undo.append(self._copies.put_back)
@@ -261,8 +254,8 @@ class OwnLoop(WholeModel):
                     own["{}.{}".format(*piece.address[1:3])] = list(found) if isinstance(found, tuple) else [found]
         buffers.put_back()
         self.parts.put_back(kept)
-        if isinstance(self.inner, VirtualWorkers):
-            self.inner.statistics.take()
+        if isinstance(self.strategy, FixedParts):
+            self.strategy.statistics.take()
         reported = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
         order = sorted(reported, key=lambda key: [int(each) for each in key.split(".")])
         leaves = [
@@ -299,7 +292,7 @@ class OwnLoop(WholeModel):
 
     def _summed(self, compute: Callable[[nn.Module, Piece], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         pieces = [replace(each, weight=1.0 if each.weight else 0.0) for each in self.pieces or []]
-        outcome = self.inner.forward_backward(self.model, pieces, compute, lambda loss: loss, [])
+        outcome = self.strategy.forward_backward(self.model, pieces, compute, lambda loss: loss, [])
         return outcome.values
 
     def _called(self, function: LossOf, piece: Piece) -> Any:
@@ -315,7 +308,7 @@ class OwnLoop(WholeModel):
         finally:
             self.part = None
 
-    def step_optimizer(self, name: str | None, clip: float | None) -> Tensor:
+    def update(self, name: str | None, clip: float | None) -> Tensor:
         """See `Run.update`."""
         group = self._group(name, "run.update")
         if not group.pending:
@@ -357,17 +350,12 @@ class OwnLoop(WholeModel):
     @contextmanager
     def _summing(self, group: Group, call: int) -> Iterator[None]:
         """Within, a backward pass gives gradients to this group alone, and `inner` sums those."""
-        agreed = self._agreed.setdefault(call, Agreed())
-        if isinstance(self.inner, VirtualWorkers):
-            self.inner.news.agreed = agreed
-        else:
-            self.inner.agreed = agreed
-        self._use(group)
+        self.strategy.use_group(group.sums, call)
         try:
             with _trained(self._placed, group.parameters):
                 yield
         finally:
-            self._use(None)
+            self.strategy.use_group(None, call)
 
     def _put_back(self) -> None:
         """Be as before the step, in everything that it has changed but buffers, to which the engine sees."""
@@ -376,125 +364,50 @@ class OwnLoop(WholeModel):
         self._undo = []
         self.parts.begin_step()
 
-    # What the engine asks of a strategy.
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Nothing: the user's step has made its updates."""
-
-    def norm(self, model: nn.Module) -> Tensor:
-        """That of the gradients of the last backward passes, all optimizers together."""
-        return norm_of(
-            [each.grad for group in self.groups.values() for each in group.parameters if each.grad is not None]
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `inner` remembers."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing that `inner` would not know: no optimizer has parameters that are new to it."""
-
-    @property
-    def whole(self) -> bool:
-        """Never: a worker that is behind takes everything from one that is not."""
-        return False
-
-    def let_go(self) -> None:
-        """Have nothing under way."""
-        if isinstance(self.inner, Elastic):
-            self.inner.let_go()
-
     def step_back(self) -> None:
         """Be as before the step under way, which broke off and will be done again."""
-        for group in self.groups.values():
-            self._use(group)
-            if isinstance(self.inner, Elastic):
-                self.inner.step_back()
-            if isinstance(self.inner, DataParallel | VirtualWorkers):
-                group.buckets.rest()
-        self._use(None)
         self._put_back()
         self.pieces = None
 
-    def shared_state(self) -> dict[str, Any]:
-        """Nothing beside what is kept on disk, too."""
-        return {}
-
-    def take_shared(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
-
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Exchange gradients in the order of worker `source`."""
-        self._agreed = {}
-        if isinstance(self.inner, VirtualWorkers):
-            self.inner.meet(source, new=new, gone=gone)
-        elif isinstance(self.inner, DataParallel):
-            self.inner.agreed.forget()
-            assert self.inner.model_watch is not None, "place() comes before"
-            self.inner.model_watch.all_is_new()
-            for group in self.groups.values():
-                group.buckets.meet(source)
-        self._know_all_trained()
+    def meet(self) -> None:
+        """Other workers are there now."""
         if not self.parts.stays:
             self.parts.count = self.world.size
-        return ""
 
-
-class OwnLoopInParts(OwnLoop):
-    """The same over virtual workers: a `strategies.strategy.FixedParts`."""
-
-    inner: VirtualWorkers
-
-    @property
-    def statistics(self) -> Batch:
-        """What BatchNorm layers take for their batch."""
-        return self.inner.statistics
-
-    def share_out(self, held: Sequence[range]) -> None:
-        """From the next step on each worker computes these parts, by rank; empty: neighbouring ones, evenly."""
-        self.inner.share_out(held)
-
-
-class StepMemory:
-    """What snapshots and new workers need of an own loop beside models and optimizers."""
-
-    def __init__(self, loop: OwnLoop) -> None:
-        self.loop = loop
+    # What snapshots and new workers need of it beside models and optimizers.
 
     def state_dict(self) -> dict[str, Any]:
         """The schedulers, `run.state`, and what belongs to parts."""
-        loop = self.loop
         return {
             "schedulers": {
                 name: {key: value for key, value in each.scheduler.state_dict().items() if not callable(value)}
-                for name, each in loop.groups.items()
+                for name, each in self.groups.items()
                 if each.scheduler is not None
             },
-            "state": copy.deepcopy(loop.state),
-            "parts": {str(index): copy.deepcopy(kept) for index, kept in loop.parts.kept.items()},
+            "state": copy.deepcopy(self.state),
+            "parts": {str(index): copy.deepcopy(kept) for index, kept in self.parts.kept.items()},
         }
 
     def compared(self) -> dict[str, Any]:
         """`run.state`; what belongs to parts was given to all workers by one."""
-        return {f"run.state[{name!r}]": value for name, value in self.loop.state.items()}
+        return {f"run.state[{name!r}]": value for name, value in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, here or on another worker."""
-        loop = self.loop
         for name, kept in state["schedulers"].items():
-            scheduler = loop.groups[name].scheduler
+            scheduler = self.groups[name].scheduler
             if scheduler is not None:
                 scheduler.load_state_dict(dict(kept))
-        loop.state.clear()
-        loop.state.update(state["state"])
-        loop.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
+        self.state.clear()
+        self.state.update(state["state"])
+        self.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
 
 
 def _given(batch: Any) -> Callable[[], Any]:
     return lambda: batch
 
 
-def _restore(owner: OwnLoop, name: str, before: dict[str, Any]) -> Callable[[], None]:
+def _restore(owner: OwnStep, name: str, before: dict[str, Any]) -> Callable[[], None]:
     def undo() -> None:
         now = getattr(owner, name)
         now.clear()

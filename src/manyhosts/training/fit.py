@@ -1,0 +1,393 @@
+"""One run: from its directory and its newest snapshot to its end and its records."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from manyhosts.cluster.membership import CallAlreadyFinished
+from manyhosts.cluster.reports import cause
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.world import is_connection_error
+from manyhosts.config import profile
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import Single
+from manyhosts.elastic.rendezvous import Rendezvous
+from manyhosts.elastic.session import CollectiveCalls
+from manyhosts.errors import ConfigError
+from manyhosts.events import Event, Listener, Note, Recovered
+from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.load import Loaded
+from manyhosts.strategies.audit import WrongBits
+from manyhosts.strategies.local_updates import LocalUpdates
+from manyhosts.strategies.strategy import TellsTime
+from manyhosts.training.consistency.same_given import compare_descriptions, compare_length, optimizer_described
+from manyhosts.training.consistency.same_weights import compare_weights
+from manyhosts.training.evaluation.evaluate import OfAllSets
+from manyhosts.training.evaluation.metrics import KEEPING
+from manyhosts.training.loop.bad_steps import BadStep
+from manyhosts.training.loop.balance import Balance
+from manyhosts.training.loop.loop import Loop
+from manyhosts.training.loop.run_end import RunEnd
+from manyhosts.training.loop.source import IndexedSource
+from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.setup.run_place import tell_command
+from manyhosts.training.state import rewind
+from manyhosts.training.state.last_snapshot import LastSnapshot
+from manyhosts.training.state.recovery import SharedTraining, why_not_survive
+from manyhosts.training.state.registry import TrainerState
+from manyhosts.training.state.remote_copy import RemoteCopy
+from manyhosts.training.state.run_state import RunState
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.telemetry.notes import announce
+from manyhosts.training.telemetry.pace import StragglerMonitor
+from manyhosts.training.telemetry.profiling import Profiling, profiling_for
+from manyhosts.training.telemetry.result import Result
+from manyhosts.training.telemetry.run_log import RunLog
+
+
+class Fit:
+    """What `fit` does around the loop."""
+
+    def __init__(  # noqa: PLR0913  # made in one place, by name
+        self,
+        *,
+        calls: CollectiveCalls,
+        provider: TrainerState,
+        settings: Settings,
+        directory: RunDirectory,
+        script: Path,
+        validation: OfAllSets | None,
+        listeners: Sequence[Listener],
+        report: Callable[..., None],
+        go_on_with: str = "",
+    ) -> None:
+        """Nothing is opened, and no other worker met, before `fit`. `report` tells the head; see `cluster.reports`.
+
+        `go_on_with`: the command that resumes this run, where nobody else tells it.
+        """
+        self.go_on_with = go_on_with
+        self.calls, self.provider = calls, provider
+        self.parts, self.settings, self.directory, self.validation = provider.parts, settings, directory, validation
+        self.world, self.script = self.parts.world, script
+        to, keep = settings.snapshots.to, settings.snapshots.keep
+        second = RemoteCopy(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
+        self.snapshot_schedule = SnapshotSchedule(
+            self.parts,
+            directory,
+            keep=keep,
+            strategy=settings.strategy.name if self.world.is_shared else Single.name,
+            settings=settings,
+            tell=lambda news: self.run_log.tell(news),
+            second=second,
+        )
+        self.run_log = RunLog(
+            world=self.world,
+            settings=settings,
+            directory=directory,
+            script=script,
+            snapshot_schedule=self.snapshot_schedule,
+            listeners=listeners,
+            report=report,
+        )
+        self.state = RunState()
+        self.run_end = RunEnd(self.parts, self.state, self.snapshot_schedule, self.run_log)
+        provider.run, provider.records = self.state, self.run_log
+        self.loaded: Loaded | None = None
+        self._loop: Loop | None = None
+        self.recovery: Rendezvous | None = None
+        self.profiling: Profiling | None = None
+        self.has_end = True
+        """Whether this worker holds the weights of its end, also where others have trained to it without this one."""
+
+    @property
+    def loop(self) -> Loop:
+        """The one that trains."""
+        assert self._loop is not None, "fit() makes it"
+        return self._loop
+
+    def fit(self) -> Result:
+        """Train until the run is as long as was asked, whoever goes and comes meanwhile, and record how it ended."""
+        survives, bad = not why_not_survive(self.parts), None
+        survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives)
+        try:
+            with self.report_failures():
+                self.make_loop(survives=survives)
+                self.enter()
+                with self.run_end.failures_recorded(), self.loop.stop_signals.listening():
+                    while True:
+                        try:
+                            self.go_back(bad)
+                            bad = None
+                            if reason := self.loop.train():
+                                outcome = self.conclude(reason)
+                                break
+                        except BadStep as found:
+                            self.loop.invalidate_state()  # that is of use to those that have not come so far
+                            bad = found
+                        except WrongBits as wrong:
+                            bad = None
+                            self.leave_out(wrong)
+                        except Exception as error:
+                            if self.recovery is None or not is_connection_error(error):
+                                raise
+                            bad = None  # whoever continues stands before it, and will come to it again
+                            self.recover(error)
+                        else:
+                            self.recover(None)  # nothing broke: somebody waits to join
+        except CallAlreadyFinished as passed:
+            outcome = passed.outcome
+            self.take_end(outcome, replaces=passed.replaces)
+        self.calls.done(outcome)
+        return self.result(outcome)
+
+    # The beginning.
+
+    def make_loop(self, *, survives: bool) -> None:
+        """Make what trains and, where others continue without a lost worker, what takes this one through that."""
+        run_log, settings, mesh = self.run_log, self.settings, self.parts.strategy.mesh
+        balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
+        self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)
+        self._loop = Loop(
+            self.parts,
+            settings=settings,
+            state=self.state,
+            validation=self.validation,
+            snapshot_schedule=self.snapshot_schedule,
+            stop_signals=StopSignals(cause),
+            tell=self.tell_step,
+            flush=run_log.flush,
+            note_samples=run_log.note_samples if settings.record_samples and mesh.leads_replica else None,
+            see_first=run_log.keep_pictures if settings.keep_pictures else None,
+            keep_buffers=survives,
+            pace=StragglerMonitor(self.world, run_log.remembered, run_log.tell, balance)
+            if self.world.is_shared
+            else None,
+        )
+        if survives:
+            training = SharedTraining(self.provider, self.snapshot_schedule, run_log, self._loop, begin=self.begin)
+            self.recovery = Rendezvous(self.calls, training, most=settings.virtual_workers or 0)
+
+    def tell_step(self, news: Event) -> None:
+        """Tell what the loop has to tell, to a profile that is being made as well."""
+        self.run_log.tell(news)
+        if self.profiling is not None:
+            self.profiling.hear(news)
+
+    def enter(self) -> None:
+        """Begin, whoever goes and comes meanwhile; or come to those that have begun."""
+        recovery = self.recovery
+        if recovery is not None and self.world.apart:
+            recovery.join()
+            return
+        try:
+            if recovery is not None:
+                recovery.check()
+            self.begin()
+        except Exception as error:
+            if recovery is None or not is_connection_error(error):
+                raise
+            recovery.work.stand_nowhere()
+            recovery.go_on(error)  # perhaps where others have come to by then
+
+    def begin(self) -> None:
+        """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
+
+        Every worker calls this; where it breaks off, once more.
+
+        Raises:
+            ConfigError, DataError: the directory is that of another script, or something has changed that must not.
+            SnapshotError: there are snapshots, and none can be continued from.
+        """
+        self.run_log.lay_down()
+        self.provider.refresh()
+        if isinstance(source := self.parts.source, IndexedSource):
+            compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
+        self._open_directory()  # nobody looks into it before the leader has made it
+        found, self.loaded = self.snapshot_schedule.begin()
+        self.state.become(found)
+        if self.parts.strategy.traits.synchronous:
+            compare_weights(self.parts, f"at the beginning, at step {found.step}")
+        lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
+        compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
+        if self.validation is not None and (names := self.validation.look(self.parts.model)):
+            self.snapshot_schedule.check_watched(names)
+        if self.validation is not None and (keeping := self.validation.stateful_metrics):
+            self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
+        self.loop.stand()
+        self.loop.flags.start_clock()
+        self.run_log.open_records(self.state.step)
+        if self.snapshot_schedule.second is not None:
+            self.snapshot_schedule.second.catch_up()
+        why_not = (
+            "" if self.recovery else why_not_survive(self.parts) or "nobody can continue since a call before this one"
+        )
+        announce(self.loop, self.run_log, self.loaded, why_not_survive=why_not)
+
+    def _open_directory(self) -> None:
+        """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
+
+        Raises:
+            ConfigError: another run is in progress in it, or it is that of another script.
+        """
+        refused: ConfigError | None = None
+        if self.snapshot_schedule.store.leads_disk():
+            try:
+                self.run_log.lock()
+                if self.world.is_leader:
+                    self.directory.open_for(self.script)
+            except ConfigError as error:
+                refused = error
+        gather_plain(self.world, None, refused)
+        if self.world.is_leader:
+            self.run_log.report("directory", path=str(self.directory.path))
+
+    # Ways back into training.
+
+    def go_back(self, bad: BadStep | None) -> None:
+        """Go back to a snapshot where the last step was `bad`, or steps before it are in doubt.
+
+        Where that may come, see that there always is one to go back to. Every worker calls this.
+        """
+        if bad is not None:
+            self.report_rewind(rewind.from_bad_step(bad, self.loop, self.snapshot_schedule))
+        if (trusted := self.loop.at.trusted) is not None:
+            self.report_rewind(rewind.from_doubt(trusted, self.loop, self.snapshot_schedule))
+        may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
+        if may_go_back and self.snapshot_schedule.saved_at < 0:
+            self.loop.after_step.save()
+
+    def report_rewind(self, news: Recovered | Note) -> None:
+        """Tell that the run has gone back, or why not; what came after is told again."""
+        if isinstance(news, Recovered):
+            self.run_log.recent.clear()
+            self.run_log.resume_samples(self.state.step)
+        self.run_log.tell(news)
+        self.run_log.flush()
+
+    def recover(self, error: Exception | None) -> None:
+        """Meet those that are left, or wait to join; where nobody continues, keep what this worker holds, and end.
+
+        Raises:
+            Exception: `error`, where nobody continues.
+            SystemExit: nobody continues, for the run was asked to stop.
+        """
+        assert self.recovery is not None, "where nobody continues nobody joins, and a break ends the run"
+        try:
+            self.recovery.go_on(error)
+        except CallAlreadyFinished:
+            raise
+        except Exception:
+            if self.recovery.refused:
+                LastSnapshot(self.snapshot_schedule, self.run_log, self.loop).make()
+                if self.loop.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
+                    self.run_end.record("interrupted", self.loop.stop_signals.granted)
+                    self._exit_by(self.loop.stop_signals.number)
+            raise
+
+    def leave_out(self, wrong: WrongBits) -> None:
+        """Continue without workers that compute wrongly, or end where that cannot be.
+
+        Raises:
+            WrongBits: nobody can continue, or nobody knows who is wrong.
+        """
+        if self.recovery is None or not wrong.guilty:
+            rewind.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
+            raise wrong
+        self.loop.doubt(wrong.trusted if wrong.trusted < self.state.step else None)
+        if self.world.rank not in wrong.guilty:  # they themselves say nothing, and wait to be ended
+            for rank, what in sorted(wrong.guilty.items()):
+                self.recovery.membership.accuse(rank, what)
+        self.recovery.go_on(wrong)
+
+    # The end.
+
+    def conclude(self, reason: str) -> dict[str, Any]:
+        """Validate, save and record that training is over. Returns what came out, in plain values."""
+        state, stop_signals, after_step = self.state, self.loop.stop_signals, self.loop.after_step
+        if after_step.pace is not None and self.world.size > 1:
+            after_step.pace.compare(self.loop.at.taken, is_last=True)
+        after_step.dataset_watch.look()
+        if self.profiling is not None:
+            self.profiling.finish()
+        if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:
+            after_step.validate()
+        after_step.keep_best()
+        self.run_end.save(self.loop)
+        after_step.call_callbacks("end")
+        self.snapshot_schedule.finish_copies(partial(self.run_log.report, "busy"))
+        if isinstance(self.parts.strategy, LocalUpdates):
+            self.parts.strategy.average(self.parts.trained)  # a run ends with one model
+        compare_weights(self.parts, f"at the end, at step {state.step}")
+        if (auditor := self.parts.auditor) is not None:
+            text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
+            self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
+        if isinstance(self.parts.strategy, TellsTime) and (text := self.parts.strategy.about_time()):
+            self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
+        status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
+        weights = self.run_end.record(status, reason, is_failure=False)
+        if self.snapshot_schedule.second is not None:
+            self.snapshot_schedule.second.keep_end()
+        result = {
+            "status": status,
+            "reason": reason,
+            "steps": state.step,
+            "epochs": self.parts.source.epochs(state.position),
+            "validation": dict(state.validation),
+            "best": state.best,
+            "best_step": state.best_step,
+            "seconds": state.seconds,
+            "weights_sha256": weights,
+        }
+        if self.recovery is not None:
+            self.world.barrier()  # nobody leaves before everybody has done its part
+        return {
+            "result": result,
+            "run": state.to_dict(),
+            "asked_by": stop_signals.number if stop_signals.granted else 0,
+        }
+
+    def result(self, outcome: dict[str, Any]) -> Result:
+        """What came out, for the script; where a signal has asked to stop, the script ends with it."""
+        if outcome["asked_by"]:
+            self._exit_by(outcome["asked_by"])
+        return Result(**outcome["result"], run_dir=self.directory.path)
+
+    def _exit_by(self, number: int) -> NoReturn:
+        """End this script as that signal has asked it to."""
+        if self.go_on_with and self.world.is_leader:
+            sys.stderr.write(f"manyhosts: resume with: {self.go_on_with}\n")
+        raise SystemExit(128 + number)
+
+    def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
+        """The others have finished this training: be where it ended, where this worker was not there."""
+        if not self.world.apart:
+            return
+        self.state.become(RunState.from_dict(outcome["run"], {}))
+        self.has_end = is_here = self.snapshot_schedule.take_end(self.state.step)
+        if os.environ.get("RANK") == "0" and not (is_here and replaces):
+            # What a script has its leader do is done by another, or must not be done with a model that is untrained.
+            os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
+
+    @contextmanager
+    def report_failures(self) -> Iterator[None]:
+        """Whatever ends this call within: the others and the launcher know that this worker is in it no more."""
+        try:
+            yield
+        except CallAlreadyFinished:
+            raise
+        except BaseException as error:
+            self.calls.fail()
+            if self.world.is_leader:
+                tell_command(error, self.go_on_with)
+            raise
+        finally:
+            if self.profiling is not None:
+                self.profiling.close()
+            self.run_log.report("rest")

@@ -87,7 +87,7 @@ MOMENTS = {
     "when all have left the fit": "manyhosts.elastic.session:CollectiveCalls.done:1:before",
     "before it begins again": "manyhosts.training.fit:Fit.begin:2:before",
     "with the records open again": "manyhosts.training.telemetry.run_log:RunLog.open_records:2:after",
-    "with what came out of the test told": "manyhosts.training.trainer:Trainer._test:1:after",
+    "with what came out of the test told": "manyhosts.training.session:Session._test:1:after",
 }
 FIRST = ("before it says that it is over", "when all have left the fit")
 

@@ -118,5 +118,5 @@ run = mh.Run(
 if __name__ == "__main__":
     run.fit(step, DURATION)
     if run.is_main:
-        kept = {"state": run.state, "parts": run._loop.parts.kept}
+        kept = {"state": run.state, "parts": run._own_step.parts.kept}
         torch.save(kept, Path(os.environ["KEPT"]))

@@ -37,6 +37,7 @@ from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.run_end import RunEnd
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.loop.training import Training
 from manyhosts.training.setup.run_place import tell_command
 from manyhosts.training.state import rewind
 from manyhosts.training.state.last_snapshot import LastSnapshot
@@ -154,14 +155,17 @@ class Fit:
         run_log, settings, mesh = self.run_log, self.settings, self.parts.strategy.mesh
         balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
         self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)
-        self._loop = Loop(
-            self.parts,
+        training = Training(
+            parts=self.parts,
             settings=settings,
             state=self.state,
-            validation=self.validation,
             snapshot_schedule=self.snapshot_schedule,
             stop_signals=StopSignals(cause),
             tell=self.tell_step,
+        )
+        self._loop = Loop(
+            training,
+            validation=self.validation,
             flush=run_log.flush,
             note_samples=run_log.note_samples if settings.record_samples and mesh.leads_replica else None,
             see_first=run_log.keep_pictures if settings.keep_pictures else None,
@@ -171,8 +175,8 @@ class Fit:
             else None,
         )
         if survives:
-            training = SharedTraining(self.provider, self.snapshot_schedule, run_log, self._loop, begin=self.begin)
-            self.recovery = Rendezvous(self.calls, training, most=settings.virtual_workers or 0)
+            shared = SharedTraining(self.provider, self.snapshot_schedule, run_log, self._loop, begin=self.begin)
+            self.recovery = Rendezvous(self.calls, shared, most=settings.virtual_workers or 0)
 
     def tell_step(self, news: Event) -> None:
         """Tell what the loop has to tell, to a profile that is being made as well."""

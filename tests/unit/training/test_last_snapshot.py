@@ -18,6 +18,7 @@ from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.loop.training import Training
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.state.last_snapshot import LastSnapshot
 
@@ -53,18 +54,15 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     trainer.fit("1 steps")
     run = trainer._run
     snapshot_schedule, run_log = run.snapshot_schedule, run.run_log
-    loop = Loop(
-        run.parts,
+    training = Training(
+        parts=run.parts,
         settings=run.settings,
         state=run.state,
-        validation=None,
         snapshot_schedule=snapshot_schedule,
         stop_signals=StopSignals(),
         tell=run_log.tell,
-        flush=run_log.flush,
-        note_samples=None,
-        keep_buffers=True,
     )
+    loop = Loop(training, validation=None, flush=run_log.flush, note_samples=None, keep_buffers=True)
     steps = run.parts.source.steps(run.state.position, run.state.stream)
     for _ in range(2):
         loop.stepper.train_step(steps)

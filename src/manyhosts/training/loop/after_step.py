@@ -6,22 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.events import ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.training.consistency.held_values import DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import CutOff, OfAllSets
-from manyhosts.training.loop.deferred_metrics import DeferredMetrics
-from manyhosts.training.loop.loop_state import LoopState
 from manyhosts.training.loop.progress import Progress, due, reached
-from manyhosts.training.loop.schedules import Schedule
 from manyhosts.training.loop.step_reporter import StepReporter
-from manyhosts.training.loop.stop_signals import StopSignals
-from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.loop.training import Training
 from manyhosts.training.telemetry.pace import StragglerMonitor
 from manyhosts.units import Duration
 
@@ -29,28 +22,21 @@ from manyhosts.units import Duration
 class AfterStep:
     """Those of one loop, in order. Where a failure comes between two, the rest is done when training continues."""
 
-    def __init__(  # noqa: PLR0913  # made in one place, by name
+    def __init__(
         self,
-        parts: Parts,
-        settings: Settings,
-        state: RunState,
-        at: LoopState,
-        *,
-        limit: Duration,
-        snapshot_schedule: SnapshotSchedule,
-        stop_signals: StopSignals,
-        numbers: DeferredMetrics,
-        schedule: Schedule,
+        training: Training,
         step_reporter: StepReporter,
+        *,
         validation: OfAllSets | None,
         pace: StragglerMonitor | None,
         flush: Callable[[], bool],
     ) -> None:
-        """`limit`: how long the run is to be."""
-        self.parts, self.settings, self.state, self.at = parts, settings, state, at
-        self.limit, self.snapshot_schedule, self.stop_signals = limit, snapshot_schedule, stop_signals
-        self.numbers, self.schedule, self.step_reporter = numbers, schedule, step_reporter
-        self.validation, self.pace, self.flush = validation, pace, flush
+        """`flush` writes what was recorded; whether a disk has taken it."""
+        parts, settings, at = training.parts, training.settings, training.at
+        self.parts, self.settings, self.state, self.at = parts, settings, training.state, at
+        self.limit, self.snapshot_schedule = training.limit, training.snapshot_schedule
+        self.stop_signals, self.numbers, self.schedule = training.stop_signals, training.numbers, training.schedule
+        self.step_reporter, self.validation, self.pace, self.flush = step_reporter, validation, pace, flush
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.dataset_watch = DatasetWatch(

@@ -1,4 +1,4 @@
-"""What the number of workers and the beginning of a run do to the learning rate.
+"""The learning rate: what the number of workers and the beginning of a run do to it, and when a schedule moves on.
 
 Scaling with the batch: linear after Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677), square root
 after Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks" (arXiv:1404.5997). Warm-up is
@@ -9,6 +9,12 @@ rate from the present one.
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Literal
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.errors import ConfigError
 from manyhosts.units import Duration
@@ -77,3 +83,60 @@ class WarmUp:
     def factor(self, step: int) -> float:
         """The share of the learning rate in the step after `step` steps; 1 once the warm-up is over."""
         return min(1.0, (step + 1) / self.steps) if self.steps else 1.0
+
+
+class Schedule:
+    """Moves one on in one loop, after each step or each epoch; a plateau schedule moves after validations."""
+
+    def __init__(self, schedule: LRScheduler | None, every: Literal["step", "epoch"]) -> None:
+        self._schedule = schedule
+        self.plateau = schedule if isinstance(schedule, ReduceLROnPlateau) else None
+        self.follows_steps = schedule is not None and every == "step"
+        self.follows_epochs = schedule is not None and every == "epoch"
+        self._began = False
+        """Whether this loop has moved it on."""
+
+    def after_validation(self, watched: float) -> None:
+        """A validation gave this value of the metric that is watched."""
+        if self.plateau is not None:
+            self.plateau.step(watched)
+
+    def after_step(self) -> None:
+        """Move on, where the schedule follows steps."""
+        if self.follows_steps:
+            self._advance()
+
+    def after_epoch(self) -> None:
+        """Move on, where the schedule follows epochs."""
+        if self.follows_epochs:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Move on.
+
+        Raises:
+            ConfigError: it is shorter than the run.
+        """
+        if self._schedule is None or self.plateau is not None:
+            return
+        try:
+            with nullcontext() if self._began else _unwarned():
+                self._schedule.step()
+        except ValueError as cause:
+            raise ConfigError(
+                f"the schedule goes no further: {cause}",
+                where="mh.Trainer(schedule=…)",
+                fix="make it as long as the whole run is to be, counted from the first step",
+            ) from cause
+        self._began = True
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Within, PyTorch does not warn of a schedule whose first step comes before any of the optimizer's.
+
+    fp16 leaves out steps whose gradients overflow; the schedule continues all the same, on every worker.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield

@@ -5,86 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Steps
 from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.loop.after_step import AfterStep
-from manyhosts.training.loop.bad_steps import BadSteps
-from manyhosts.training.loop.control_flags import ControlFlags
-from manyhosts.training.loop.deferred_metrics import DeferredMetrics
-from manyhosts.training.loop.learning_rate import VanishedRate
-from manyhosts.training.loop.loop_state import LoopState
-from manyhosts.training.loop.progress import Progress, reached, total_steps
-from manyhosts.training.loop.schedules import Schedule
+from manyhosts.training.loop.progress import Progress, reached
 from manyhosts.training.loop.step import NoteSamples, Stepper
-from manyhosts.training.loop.step_reporter import StepReporter, Tell
-from manyhosts.training.loop.stop_signals import StopSignals
-from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
+from manyhosts.training.loop.step_reporter import StepReporter
+from manyhosts.training.loop.training import Training
 from manyhosts.training.telemetry.pace import StragglerMonitor
-from manyhosts.units import Duration
 
 
 class Loop:
-    """Trains `parts` until a rule gives a reason to stop."""
+    """Trains until a rule gives a reason to stop."""
 
-    def __init__(  # noqa: PLR0913  # made in one place, by name
+    def __init__(
         self,
-        parts: Parts,
+        training: Training,
         *,
-        settings: Settings,
-        state: RunState,
         validation: OfAllSets | None,
-        snapshot_schedule: SnapshotSchedule,
-        stop_signals: StopSignals,
-        tell: Tell,
         flush: Callable[[], bool],
         note_samples: NoteSamples | None,
         see_first: Callable[[Any], None] | None = None,
         keep_buffers: bool = False,
         pace: StragglerMonitor | None = None,
     ) -> None:
-        """`see_first`, `keep_buffers`: see `Stepper`."""
-        self.parts, self.settings, self.state, self.stop_signals = parts, settings, state, stop_signals
-        self.exchanges = not parts.strategy.traits.synchronous
+        """`flush`, `pace`: see `AfterStep`. `note_samples`, `see_first`, `keep_buffers`: see `Stepper`."""
+        self.parts, self.settings, self.state, self.at = training.parts, training.settings, training.state, training.at
+        self.stop_signals, self.flags, self.limit = training.stop_signals, training.flags, training.limit
+        self.exchanges = not training.parts.strategy.traits.synchronous
         """Whether workers step alone, and exchange something after a step."""
-        self.limit, self.at = Duration.parse(settings.duration, where="fit(…)"), LoopState()
-        self.flags = ControlFlags(parts.world, state, self.at, stop_signals)
-        numbers, schedule = DeferredMetrics(parts.world.device), Schedule(parts.schedule, settings.schedule_every)
-        bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
-        total = total_steps(self.limit, parts.source.steps_per_epoch)
-        rate = VanishedRate(total) if schedule.follows_steps else None
-        self.step_reporter = StepReporter(parts, state, self.flags, bad_steps, snapshot_schedule, numbers, tell, rate)
-        self.after_step = AfterStep(
-            parts,
-            settings,
-            state,
-            self.at,
-            limit=self.limit,
-            snapshot_schedule=snapshot_schedule,
-            stop_signals=stop_signals,
-            numbers=numbers,
-            schedule=schedule,
-            step_reporter=self.step_reporter,
-            validation=validation,
-            pace=pace,
-            flush=flush,
-        )
-        self.stepper = Stepper(
-            parts,
-            settings,
-            state,
-            self.at,
-            flags=self.flags,
-            snapshot_schedule=snapshot_schedule,
-            numbers=numbers,
-            bad_steps=bad_steps,
-            schedule=schedule,
-            note_samples=note_samples,
-            see_first=see_first,
-            keep_buffers=keep_buffers,
-        )
+        self.step_reporter = StepReporter(training)
+        self.after_step = AfterStep(training, self.step_reporter, validation=validation, pace=pace, flush=flush)
+        self.stepper = Stepper(training, note_samples=note_samples, see_first=see_first, keep_buffers=keep_buffers)
 
     def train(self) -> str:
         """Train from where the state stands, after what is still due there.

@@ -14,7 +14,6 @@ import torch
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.shared_norm import acting
-from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import Step
 from manyhosts.strategies.audit import Auditable
@@ -22,19 +21,12 @@ from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, StepOutcome, TellsMisuse
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
-from manyhosts.training.loop.bad_steps import BadSteps
-from manyhosts.training.loop.clock import StepClock
-from manyhosts.training.loop.control_flags import ControlFlags
-from manyhosts.training.loop.deferred_metrics import DeferredMetrics, StepFacts
-from manyhosts.training.loop.loop_state import LoopState
-from manyhosts.training.loop.schedules import Schedule
-from manyhosts.training.loop.transfers import Transfers
+from manyhosts.training.loop.deferred_metrics import StepFacts
+from manyhosts.training.loop.training import Training
+from manyhosts.training.loop.transfers import StepClock, Transfers
 from manyhosts.training.loss_weights.counting import LossWeights
-from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
-from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.norm_price import NormPrice
 
 NoteSamples = Callable[[int, Sequence[int]], None]
@@ -43,18 +35,10 @@ NoteSamples = Callable[[int, Sequence[int]], None]
 class Stepper:
     """Takes optimizer steps. What surrounds them is the loop's: which come, and what is due after each."""
 
-    def __init__(  # noqa: PLR0913  # made in one place, by name
+    def __init__(
         self,
-        parts: Parts,
-        settings: Settings,
-        state: RunState,
-        at: LoopState,
+        training: Training,
         *,
-        flags: ControlFlags,
-        snapshot_schedule: SnapshotSchedule,
-        numbers: DeferredMetrics,
-        bad_steps: BadSteps,
-        schedule: Schedule,
         note_samples: NoteSamples | None,
         see_first: Callable[[Any], None] | None,
         keep_buffers: bool,
@@ -63,13 +47,11 @@ class Stepper:
 
         `keep_buffers`: remember before each step what its forward pass changes, so that it can be done again.
         """
-        self.parts, self.settings, self.state, self.at, self.flags = parts, settings, state, at, flags
-        self.snapshot_schedule, self.numbers, self.bad_steps, self.schedule = (
-            snapshot_schedule,
-            numbers,
-            bad_steps,
-            schedule,
-        )
+        parts, settings, state = training.parts, training.settings, training.state
+        self.parts, self.settings, self.state, self.at = parts, settings, state, training.at
+        self.flags, self.numbers, self.schedule = training.flags, training.numbers, training.schedule
+        snapshot_schedule, bad_steps, numbers = training.snapshot_schedule, training.bad_steps, training.numbers
+        self.snapshot_schedule, self.bad_steps = snapshot_schedule, bad_steps
         self.note_samples = note_samples if parts.strategy.mesh.leads_replica else None  # others read the same ones
         self.transfers = Transfers(parts.world.device, numbers, see_first)
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)

@@ -8,38 +8,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 from manyhosts.errors import TrainingError
-from manyhosts.events import EpochDone, Event, Note, StepDone, StepTiming
+from manyhosts.events import EpochDone, Note, StepDone, StepTiming
 from manyhosts.training.consistency.finite import first_not_finite
-from manyhosts.training.loop.bad_steps import BadStep, BadSteps, named
-from manyhosts.training.loop.control_flags import ControlFlags
-from manyhosts.training.loop.deferred_metrics import DeferredMetrics, StepFacts, StepMetricValues
+from manyhosts.training.loop.bad_steps import BadStep, named
+from manyhosts.training.loop.deferred_metrics import StepFacts, StepMetricValues
 from manyhosts.training.loop.learning_rate import VanishedRate
-from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-
-Tell = Callable[[Event], None]
+from manyhosts.training.loop.progress import total_steps
+from manyhosts.training.loop.training import Training
 
 
 class StepReporter:
     """Tells the steps of one loop, its epochs, and what its workers have found out on the way."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        state: RunState,
-        flags: ControlFlags,
-        bad_steps: BadSteps,
-        snapshot_schedule: SnapshotSchedule,
-        numbers: DeferredMetrics,
-        tell: Tell,
-        rate: VanishedRate | None,
-    ) -> None:
-        self.parts, self.state, self.flags, self.bad_steps = parts, state, flags, bad_steps
-        self.snapshot_schedule, self.numbers, self.tell, self.rate = snapshot_schedule, numbers, tell, rate
+    def __init__(self, training: Training) -> None:
+        self.parts, self.state, self.flags, self.tell = training.parts, training.state, training.flags, training.tell
+        self.bad_steps, self.numbers, self.snapshot_schedule = (
+            training.bad_steps,
+            training.numbers,
+            training.snapshot_schedule,
+        )
+        steps = total_steps(training.limit, training.parts.source.steps_per_epoch)
+        self.rate = VanishedRate(steps) if training.schedule.follows_steps else None
         self.last: StepFacts | None = None
         """The last step that was told and whose numbers were well."""
 

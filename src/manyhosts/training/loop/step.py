@@ -26,6 +26,7 @@ from manyhosts.training.loop.training import Training
 from manyhosts.training.loop.transfers import StepClock, Transfers
 from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.setup.model_checks import several_gradients
+from manyhosts.training.setup.optimizer_kernels import may_draw
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.norm_price import NormPrice
 
@@ -255,12 +256,6 @@ class Stepper:
                 self.call_callbacks(at.taken, updated=True)
                 self.count(at.taken)
         at.break_off()
-
-
-def may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of `optimizer` could draw random numbers. PyTorch's own draw none, so they go without a seed."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _indices(step: Step) -> list[int]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.copies import ParameterCopies
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
+from manyhosts.training.setup.optimizer_kernels import may_draw
 from manyhosts.training.state.buffers import BufferCopies
 
 _NOT_TRIED = (
@@ -60,6 +61,8 @@ class Group:
     scheduler: LRScheduler | None
     sums: Any
     """What the strategy sums their gradients in."""
+    has_all: bool
+    """Whether there is no other parameter."""
     pending: bool = False
     """Whether there are gradients that no update has used yet."""
     loss: Tensor | None = None
@@ -130,14 +133,18 @@ class OwnStep:
             parameters = [parameter for group in each.param_groups for parameter in group["params"]]
             with _trained(self._placed, parameters, also_frozen=True):
                 sums = self.strategy.make_group(parameters)
-            self.groups[name] = Group(each, parameters, schedulers.get(name), sums)
+            has_all = len({id(parameter) for parameter in parameters}) == len(self._placed)
+            self.groups[name] = Group(each, parameters, schedulers.get(name), sums, has_all)
 
     # A step.
 
     def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> StepOutcome:
         """Run the user's step. `control_flags` are summed over the workers."""
         self.before_update()
-        self.pieces = [replace(each, bring=_given(each.batch)) for each in pieces]
+        # Summed as they count, and divided at the end: a weight only tells ghosts from samples here.
+        self.pieces = [
+            Piece(_given(each.batch), each.samples, 1.0 if each.weight else 0.0, each.address) for each in pieces
+        ]
         self.calls, self.logged, self._undo, self._copied = 0, {}, [], set()
         for group in self.groups.values():
             group.loss, group.pending = None, False
@@ -223,18 +230,20 @@ class OwnStep:
         def sums(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
             values = step_values(self._called(loss, piece), "run.backward")
             count = values.pop("count", None)
-            counted = torch.tensor(float(piece.samples), device=self.world.device) if count is None else count
-            return {**{name: each * counted for name, each in values.items()}, "count": counted.double()}
+            if count is None:
+                count = torch.full((), piece.samples, dtype=torch.float64, device=self.world.device)
+                return {**{name: each * piece.samples for name, each in values.items()}, "count": count}
+            return {**{name: each * count for name, each in values.items()}, "count": count.double()}
 
         values = dict(self._summed(sums))
-        total = values.pop("count")
+        total = values.pop("count").item()
         gradients = [each.grad for each in group.parameters if each.grad is not None]
-        if not bool(total > 0):
+        if not total > 0:
             for parameter in group.parameters:
                 parameter.grad = None
             return {name: torch.zeros_like(each) for name, each in values.items()}
         if gradients:
-            torch._foreach_div_(gradients, float(total))
+            torch._foreach_div_(gradients, total)
         return {name: each / total for name, each in values.items()}
 
     def _of_batch(self, rows_of: LossOf, over_batch: Callable[[Any], Any], group: Group) -> dict[str, Tensor]:
@@ -291,9 +300,7 @@ class OwnStep:
         return {name: each.detach().double() for name, each in values.items()}
 
     def _summed(self, compute: Callable[[nn.Module, Piece], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        pieces = [replace(each, weight=1.0 if each.weight else 0.0) for each in self.pieces or []]
-        outcome = self.strategy.forward_backward(self.model, pieces, compute, lambda loss: loss, [])
-        return outcome.values
+        return self.strategy.forward_backward(self.model, self.pieces or [], compute, lambda loss: loss, []).values
 
     def _called(self, function: LossOf, piece: Piece) -> Any:
         """What the user's function gives for one micro-batch, with the random numbers of its address."""
@@ -320,12 +327,13 @@ class OwnStep:
         gradients = [each.grad for each in group.parameters if each.grad is not None]
         norm = norm_of(gradients) if clip is None else nn.utils.clip_grad_norm_(group.parameters, clip)
         assert group.loss is not None, "backward() has left it"
-        if not bool(group.loss.isfinite()) or not bool(norm.isfinite()):
+        if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
             raise _BadStep
         if self.remembers and id(group) not in self._copied:
             self._copied.add(id(group))
             self._undo.append(_copy_of(group))
-        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls)
+        if may_draw(group.optimizer):
+            randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls)
         group.optimizer.step()
         if group.scheduler is not None:
             group.scheduler.step()
@@ -352,7 +360,7 @@ class OwnStep:
         """Within, a backward pass gives gradients to this group alone, and `inner` sums those."""
         self.strategy.use_group(group.sums, call)
         try:
-            with _trained(self._placed, group.parameters):
+            with nullcontext() if group.has_all else _trained(self._placed, group.parameters):
                 yield
         finally:
             self.strategy.use_group(None, call)

@@ -35,6 +35,7 @@ class Recipe:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
+    momentum: float = 0.9
     accuracy: bool = True
     """Whether validation has a metric, whose library every worker of a `manyhosts run` takes seconds to load."""
     sample_s: float = 0.0
@@ -138,7 +139,7 @@ def make_trainer(recipe: Recipe, run_dir: Path | None, **more: Any) -> mh.Traine
 
         metrics["accuracy"] = MulticlassAccuracy(num_classes=10, average="micro")
     schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
-    optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
+    optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=recipe.momentum)}
     settings = {**optimizer, **recipe.trainer, **more}
     if isinstance(settings.get("snapshots"), dict):  # as it comes out of JSON
         settings["snapshots"] = mh.Snapshots(**settings["snapshots"])

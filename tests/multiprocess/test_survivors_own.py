@@ -24,6 +24,10 @@ WAYS = {
     "local-sgd": ["strategy=local-sgd", "sync_every=7"],
     "diloco": ["strategy=diloco", "sync_every=8"],
     "diloco at once": ["strategy=diloco", "sync_every=6", "overlap_steps=0", "fragments=2", "outer_compression=none"],
+    "servers": ["strategy=parameter-server", "micro_batch_size=4"],
+    "servers under a bound": ["strategy=parameter-server", "micro_batch_size=4", "staleness=1", "servers=1"],
+    "servers in step": ["strategy=parameter-server", "staleness=0"],
+    "hogwild": ["strategy=hogwild", "micro_batch_size=4"],
 }
 
 
@@ -73,7 +77,8 @@ def test_killed_workers_cost_a_step_and_no_sample_where_each_holds_something_of_
     way: str, tmp_path: Path
 ) -> None:
     kills = 2
-    output = run_with_kills(tmp_path, RECIPE, 3, kills, settings(*WAYS[way]))
+    recipe = replace(RECIPE, momentum=0.0) if way == "hogwild" else RECIPE
+    output = run_with_kills(tmp_path, recipe, 3, kills, settings(*WAYS[way]))
     assert_nothing_of_the_samples_is_lost(tmp_path / "run", output, kills)
 
 
@@ -95,6 +100,14 @@ MOMENTS = {
     ),
     "before it takes an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._arrive:3:before"),
     "after it has taken an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._take:5:after"),
+    "when servers give what they have stepped": (
+        "servers in step",
+        "manyhosts.strategies.asynchronous.whole_between_steps:MeetsAtSteps.share:12:before",
+    ),
+    "with a micro-batch that no server has the gradient of": (
+        "servers",
+        "manyhosts.strategies.asynchronous.requests:Asks.push:60:before",
+    ),
     "in an outer step that all wait for": ("diloco at once", "manyhosts.strategies.diloco:OuterSteps._take:4:before"),
 }
 QUICK = (

@@ -197,8 +197,16 @@ class HandsOut(Protocol):
     came out.
     """
 
-    computed: Sequence[int]
-    """Which pieces of the last step this worker has computed, by number."""
+    taken: Callable[[int], None]
+    """Called with the number of each piece that this worker takes, before it is computed."""
+
+
+@runtime_checkable
+class PreparesUpdate(Protocol):
+    """A strategy whose workers tell each other something between gradient and update."""
+
+    def prepare_update(self) -> None:
+        """Called before `update`. Where it breaks off, the model is that of before the step."""
 
 
 @runtime_checkable

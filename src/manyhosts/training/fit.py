@@ -18,7 +18,7 @@ from manyhosts.communication.world import is_connection_error
 from manyhosts.config import profile
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Single
-from manyhosts.elastic.rendezvous import Rendezvous
+from manyhosts.elastic.rendezvous import NoWorkerHasState, Rendezvous
 from manyhosts.elastic.session import CollectiveCalls
 from manyhosts.errors import ConfigError
 from manyhosts.events import Event, Listener, Note, Recovered
@@ -215,6 +215,8 @@ class Fit:
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
         self._open_directory()  # nobody looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
+        if self.loaded is None and self.recovery is not None and self.world.any(self.loop.at.inconsistent):
+            raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
         self.state.become(found)
         if self.parts.strategy.traits.synchronous:
             compare_weights(self.parts, f"at the beginning, at step {found.step}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,8 +40,7 @@ class SharedMemory(MeetsAtSteps):
 
     def __init__(self, config: Hogwild, world: World) -> None:
         super().__init__(config, world)
-        self.computed: Sequence[int] = ()
-        """Which pieces of the last step this worker has computed, by number."""
+        self.taken: Callable[[int], None] = lambda _: None
         self._shared: list[Tensor] = []
         self._desk: RequestHandler | None = None
         self._own: list[Tensor] = []
@@ -124,22 +123,22 @@ class SharedMemory(MeetsAtSteps):
         for parameter, shared in zip(parameters, self._shared, strict=True):
             parameter.data = shared
         desk.open()
-        asks, computed = Asks(desk, world.rank, [0] * world.size), []
+        asks, computed = Asks(desk, world.rank, [0] * world.size), 0
         while (number := asks.take()) >= 0:
+            self.taken(number)
             model.zero_grad()
             values = compute(model, pieces[number])
             tally.add(values, pieces[number].weight)
             values["loss"].backward()  # of the mean over the micro-batch
             self.optimizer.step()
             asks.pushed()
-            computed.append(number)
+            computed += 1
         asks.end()
-        self.computed = computed
         desk.close()
         world.barrier()  # nobody changes it any more
         self._after = [each.clone() for each in self._shared]
         self.step_back()
-        found = world.stack(torch.tensor([len(computed)], dtype=torch.float64))
+        found = world.stack(torch.tensor([computed], dtype=torch.float64))
         world.wait(tally.start_sum())  # last: who has it knows that every worker has all
         outcome = tally.outcome()
         own = {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}

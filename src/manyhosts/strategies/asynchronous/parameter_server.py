@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,17 @@ class Layout:
         return {rank: self.kept_by(rank) for rank in sorted(set(self.owners))}
 
 
+After = tuple[list[Tensor], list[dict[str, Any]]]
+"""Of each parameter its value, and what the optimizer keeps of it."""
+
+
 class Servers(MeetsAtSteps):
     """What both forms share: who keeps which parameter."""
 
     traits = TRAITS["parameter-server"]
     config: ParameterServer
+    _after: After = ([], [])
+    """What an update takes up."""
 
     def __new__(cls, config: ParameterServer, world: World) -> Servers:
         """One of the form that `config` asks for."""
@@ -61,6 +67,16 @@ class Servers(MeetsAtSteps):
     def regroup(self) -> None:
         """See that there is something to keep for each server."""
         self.layout()
+
+    def of_all(self, served: Served, like: Sequence[Tensor], owners: Sequence[int]) -> After:
+        """What every server holds, in the order of the parameters, which are tensors `like` these."""
+        values: list[Tensor] = [torch.empty_like(each, requires_grad=False) for each in like]
+        states: list[dict[str, Any]] = [{} for _ in like]
+        mine = [number for number, owner in enumerate(owners) if owner == self.world.rank]
+        for number, value, state in zip(mine, served.values, served.states(), strict=True):
+            values[number], states[number] = value.detach(), state
+        self.share(values, states, owners)
+        return values, states
 
     def layout(self) -> Layout:
         """Who keeps which of the parameters that are trained now."""
@@ -132,14 +148,21 @@ class Synchronous(Servers):
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
         return norm
 
+    def prepare_update(self) -> None:
+        """Step a copy of what this worker keeps, and have from the others what they keep."""
+        assert self.optimizer is not None, "hold() comes before prepare_update()"
+        layout, rank = self.layout(), self.world.rank
+        served = Served(layout.kept_by(rank), self.optimizer)
+        for value, parameter in zip(served.values, layout.kept_by(rank), strict=True):
+            value.grad = parameter.grad
+        if served.optimizer.param_groups:
+            served.optimizer.step()
+        self._after = self.of_all(served, layout.parameters, layout.owners)
+
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step what this worker keeps, and have from the others what they keep."""
+        """Take up what all servers have made."""
         assert self.optimizer is not None, "hold() comes before update()"
-        optimizer.step()
-        layout = self.layout()
-        states = [dict(self.optimizer.state.get(each, {})) for each in layout.parameters]
-        self.share([each.detach() for each in layout.parameters], states, layout.owners)
-        take_states(self.optimizer, layout.parameters, states)
+        take_up(self.optimizer, self.layout().parameters, *self._after)
 
 
 class Asynchronous(Servers):
@@ -147,11 +170,9 @@ class Asynchronous(Servers):
 
     def __init__(self, config: ParameterServer, world: World) -> None:
         super().__init__(config, world)
-        self.computed: Sequence[int] = ()
-        """Which pieces of the last step this worker has computed, by number."""
+        self.taken: Callable[[int], None] = lambda _: None
         self._desk: RequestHandler | None = None
         self._before: list[Tensor] = []
-        self._after: tuple[list[Tensor], list[dict[str, Any]]] = ([], [])
 
     def shard(self) -> Shard:
         """Every worker is given all pieces of a batch, and fetches those that it takes."""
@@ -175,13 +196,7 @@ class Asynchronous(Servers):
         staleness = self._train(model, pieces, compute, tally, desk, layout.kept)
         desk.close()
         check_groups(self.optimizer, served.optimizer)
-        values = [each.clone() for each in self._before]
-        states: list[dict[str, Any]] = [{} for _ in parameters]
-        mine = [number for number, owner in enumerate(owners) if owner == world.rank]
-        for number, value, state in zip(mine, served.values, served.states(), strict=True):
-            values[number], states[number] = value.detach(), state
-        self.share(values, states, owners)
-        self._after = (values, states)
+        self._after = self.of_all(served, self._before, owners)
         put(parameters, self._before)
         found = world.stack(torch.tensor(staleness, dtype=torch.float64))
         world.wait(tally.start_sum())  # last: who has it knows that every worker has all
@@ -204,8 +219,9 @@ class Asynchronous(Servers):
         """
         sizes = [sum(each.nbytes for each in kept.get(rank, ())) for rank in range(self.world.size)]
         asks = Asks(desk, self.world.rank, sizes)
-        computed, stale = [], []
+        stale = []
         while (number := asks.take()) >= 0:
+            self.taken(number)
             versions = {}
             for server, parameters in kept.items():
                 versions[server], payload = asks.pull(server)
@@ -218,10 +234,8 @@ class Asynchronous(Servers):
                 asks.push(server, versions[server], gradients_packed(parameters)) for server, parameters in kept.items()
             ]
             asks.pushed()
-            computed.append(number)
             stale.append(max(pushed))
         asks.end()
-        self.computed = computed
         if desk.side is not None:
             self.world.count_sent(desk.side.uncounted())
         return [len(stale), sum(stale) / max(len(stale), 1), max(stale, default=0)]

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,11 +14,11 @@ import torch
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.shared_norm import acting
 from manyhosts.data import randomness
-from manyhosts.data.steps import Step
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, StepOutcome, TellsMisuse
+from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, PreparesUpdate, StepOutcome, TellsMisuse
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.deferred_metrics import StepFacts
 from manyhosts.training.loop.training import Training
@@ -69,6 +68,7 @@ class Stepper:
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
         self.hands_out = parts.strategy if isinstance(parts.strategy, HandsOut) else None
+        self.prepares = parts.strategy if isinstance(parts.strategy, PreparesUpdate) else None
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -93,7 +93,8 @@ class Stepper:
                     )
                 else:
                     outcome = parts.own_step.make(pieces, self.flags.own())
-            self.differentiated(number, weighed, outcome)
+            if self.watcher is not None:
+                self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
             if self.bad_steps.must_go(number, outcome.values["loss"], norm):
                 self.schedule.after_step()
@@ -151,20 +152,19 @@ class Stepper:
         self.at.begin_step(number, step)
         if self.fixed_parts is not None:
             self.fixed_parts.share_out(step.held)
-        if self.note_samples is not None and self.hands_out is None and number not in self.state.left_out:
-            self.note_samples(number, _indices(step))
+        if self.note_samples is not None and number not in self.state.left_out:
+            self.note(self.note_samples, number, step)
         if self.buffers:
             self.buffers.keep()
         if isinstance(self.parts.batch_norm, GlobalBatch):
             self.parts.batch_norm.begin_step(step.samples)
 
-    def differentiated(self, number: int, step: Step, outcome: StepOutcome) -> None:
-        """Show what was found; and note the samples of a step whose pieces went to whoever was free."""
-        if self.watcher is not None:
-            self.watcher.differentiates(outcome)
-        if self.note_samples is not None and self.hands_out is not None:
-            own = [step.pieces[each] for each in self.hands_out.computed]
-            self.note_samples(number, _indices(replace(step, pieces=own)))
+    def note(self, note_samples: NoteSamples, number: int, step: Step) -> None:
+        """Note which samples this worker computes; of pieces that go to whoever is free, each when it is taken."""
+        if self.hands_out is None:
+            note_samples(number, _indices(step.pieces))
+        else:
+            self.hands_out.taken = lambda piece: note_samples(number, _indices([step.pieces[piece]]))
 
     def audit(self, number: int, step: Step) -> None:
         """Ready the parts that this worker computes again for another, where that was asked for."""
@@ -198,9 +198,11 @@ class Stepper:
         if may_draw(parts.optimizer):
             # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
             randomness.seed_compute(self.settings.seed, randomness.UPDATE, done)
-        self.at.inconsistent = True
         warms_up = done < parts.warmup.steps
         with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else nullcontext():
+            if self.prepares is not None:
+                self.prepares.prepare_update()
+            self.at.inconsistent = True
             try:
                 parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
             except (AssertionError, TypeError, ValueError, RuntimeError) as error:
@@ -258,6 +260,6 @@ class Stepper:
         at.break_off()
 
 
-def _indices(step: Step) -> list[int]:
-    """The samples that this worker computed in a step, ghosts left out."""
-    return [index for piece in step.pieces if piece.plan.weight for index in piece.plan.indices.tolist()]
+def _indices(pieces: Sequence[LoadedPiece | DuePiece]) -> list[int]:
+    """The samples of these pieces, ghosts left out."""
+    return [index for piece in pieces if piece.plan.weight for index in piece.plan.indices.tolist()]

@@ -15,7 +15,7 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loss_weights import probe_loss
-from manyhosts.training.loss_weights.comparison import OTHER_AGAIN, Seen
+from manyhosts.training.loss_weights.comparison import OTHER_AGAIN, Look, Seen
 from manyhosts.training.loss_weights.means import LOOKED_FOR
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
@@ -92,9 +92,7 @@ class LossWeights:
         rule = weighing.classes if weighing.said is None else weighing.rule
         if not known and not many and rule is None:
             rule = LOOKED_FOR.get(state.counts_by)
-        seen = probe_loss.find_mean(
-            look, looked, self.parts.world, rule, cuts=3 if many else 1, trouble_only=not many, wide=wide
-        )
+        seen = probe_loss.find_mean(look, looked, self.parts.world, rule, wide)
         self.heed(seen, known=known, many=many)
         if first and weighing.said is None and weighing.classes is None and not weighing.knows:
             weighing.use(state.counts_by)
@@ -104,9 +102,7 @@ class LossWeights:
             weighing.looks = partial(_why_no_mean, look)
         return step
 
-    def _looked_pieces(
-        self, step: Step, look: probe_loss.Look, *, first: bool, many: bool
-    ) -> tuple[Step, list[LoadedPiece]]:
+    def _looked_pieces(self, step: Step, look: Look, *, first: bool, many: bool) -> tuple[Step, list[LoadedPiece]]:
         """Which pieces are looked at; and the step with the batches of those that were fetched for it."""
         weighing = self.parts.weighing
         all_of_them = first and (weighing.must_look or callable(weighing.said))
@@ -132,7 +128,7 @@ class LossWeights:
             ConfigError: the loss is no mean, or the model keeps something, and a batch is cut.
         """
         parts, state = self.parts, self.state
-        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.samples
         found = probe_loss.choose(seen) if many else state.counts_by or "samples"
         guessed_wrong = not known and not given and (not is_mean or found == probe_loss.NO_MEAN)
         kept_counts = seen.kept_matters and (seen.kept_differs or self.cuts_in_worker)
@@ -220,11 +216,11 @@ class LossWeights:
         own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
         return self.settings.virtual_workers is not None or (self.settings.micro_batch_size or own) < own
 
-    def look_of(self, step: Step, *, gradients: bool) -> probe_loss.Look:
+    def look_of(self, step: Step, *, gradients: bool) -> Look:
         """What is looked at before `step`; `gradients`, too."""
         parts, source = self.parts, self.parts.source
         fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
-        return probe_loss.Look(
+        return Look(
             parts.compute,
             parts.trained,
             parts.world.device,
@@ -236,6 +232,6 @@ class LossWeights:
         )
 
 
-def _why_no_mean(look: probe_loss.Look, piece: LoadedPiece) -> str:
-    seen = look.at(piece, None, cuts=1)
-    return "" if not seen.could_look or "samples" in seen.holds else probe_loss.no_mean(seen)
+def _why_no_mean(look: Look, piece: LoadedPiece) -> str:
+    seen = probe_loss.look_at(look, piece, None)
+    return "" if not seen.samples or "samples" in seen.holds else probe_loss.no_mean(seen)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,12 @@ from manyhosts.data.steps import mapped
 from manyhosts.training.consistency.held_values import HeldValues, differing
 from manyhosts.training.loop.compute import ForwardPass, terms_of
 from manyhosts.training.loss_weights.means import Rule, counted, has_ignored, rules_for
-from manyhosts.training.loss_weights.set_draws import SetDraws, WouldWrite
+from manyhosts.training.loss_weights.set_draws import NotTried, SetDraws
 from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.setup.trained_module import model_of
 
 MakeBatch = Callable[[int, int], Any]
 """Of the samples of a piece from one number to another."""
-Gradients = Literal["", "apart", "accumulated"]
-"""Whether these are compared, too: those of parts that several workers compute, or one after the other."""
 OTHER_AGAIN = "it has another value when it is computed again"
 """A pass moves something that cannot be put back."""
 SURE = 1e-6
@@ -53,26 +51,29 @@ class Seen:
     """Why it could not be tried, or not in training mode; empty where it was."""
     holds: list[str] = field(default_factory=list)
     """The rules by which it is a mean."""
-    ignores: bool = False
-    """Whether there were labels that do not count."""
     whole: float = 0.0
     """The loss of all samples of the piece."""
     by_parts: float = 0.0
     """The mean of the losses of its parts, by their samples or the user's rule."""
     off: float = 0.0
     """The largest difference, as a share of the loss, or of the gradient."""
-    keeps: str = ""
-    """What model, loss or step hold from batch to batch and is neither parameter nor buffer, by name."""
-    kept_matters: bool = False
-    """Whether the loss depends on it."""
-    kept_differs: bool = False
-    """Whether it depends on the samples."""
-    writes: bool = False
-    """Whether a forward pass changes buffers, of which more is found out in the first steps."""
-    gradient: str = ""
-    """A parameter whose gradient is not the mean of those of the parts, though the loss is, by name."""
-    in_chunks: str = ""
-    """A BatchNorm that is called several times in a forward pass, with a part of the samples each time, by name."""
+    names: list[str] = field(default_factory=list)
+    """Of the losses that the rule gives a number each for; `""` where it gives one number."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """What else there is, of the kinds below: the name of what it is in; empty where there is none of a kind."""
+
+
+KEEPS = "keeps"
+"""Model, loss or step hold something from batch to batch that is neither parameter nor buffer."""
+KEEPS_STATE = "keeps state"
+"""The loss depends on it, and it depends on the samples, or changes several times in a step of one worker."""
+WRITES_BUFFERS = "writes buffers"
+"""A forward pass changes buffers, of which more is found out in the first steps."""
+IGNORES = "ignores labels"
+CHANGES_GRADIENTS = "changes gradients"
+"""The gradient of a parameter is not the mean of those of the parts, though the loss is."""
+IN_CHUNKS = "is called in chunks"
+"""A BatchNorm is called several times in a forward pass, with a part of the samples each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,10 @@ class Look:
     copies: bool = True
     """Whether the model may be copied for a look: not where workers exchange something in its forward pass. Without a
     copy it writes into memory that outlasts a pass, as where parameters are gathered, and no gradients are compared."""
-    gradients: Gradients = ""
+    gradients: bool = False
+    """Whether these are compared, too."""
+    accumulates: bool = False
+    """Whether one worker computes several pieces, one after the other."""
     in_halves: bool = False
     """Whether passes see parameters of 16 bits, whatever is kept of them."""
 
@@ -96,9 +100,9 @@ class Look:
 class Comparison:
     """The passes of one look, all through one module."""
 
-    def __init__(self, look: Look, module: nn.Module) -> None:
-        """Note how all is before the first pass."""
-        self.look, self.module = look, module
+    def __init__(self, look: Look, module: nn.Module, seen: Seen) -> None:
+        """Note how all is before the first pass. What is found is written into `seen`."""
+        self.look, self.module, self.seen = look, module, seen
         self.places = HeldValues(module, look.forward.step, look.forward.loss)
         self.held = self.places.now()
         there = ((name, each) for name, each in module.named_buffers() if not each.is_meta)  # else another stage has it
@@ -106,29 +110,35 @@ class Comparison:
         norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
         self.of_norms = {id(each) for norm in norms for each in norm.buffers(recurse=False)}
 
-    def run(self, seen: Seen, batch: Any, count: int, make: MakeBatch, given: Rule | None) -> None:
-        """Write into `seen` what a `batch` of `count` samples is beside its parts, by the rule that is `given`.
+    def run(self, batch: Any, count: int, make: MakeBatch, given: Rule | None) -> None:
+        """See what a `batch` of `count` samples is beside its parts, by the rule that is `given`.
 
         Raises:
             NotTried: that is not to be seen.
         """
         half = count // 2
         fixed = (each for each in self.module.parameters() if not each.requires_grad)
-        own = None if not self.look.copies else [*self.module.buffers(), *fixed]
+        own = [*self.module.buffers(), *fixed] if self.look.copies else None
         self.draws = SetDraws(0.3, {count, 1, half - 1, half, count - half}, own)
         try:
-            whole = self._whole(seen, batch, count)
-            self._see_kept(seen, whole, made := make(0, count))
-            parts, losses = self._parts(seen, make, [{0, 1, half, count}, {0, half, count}])
+            whole = self._whole(batch, count)
+            self._see_kept(whole, made := make(0, count))
+            parts, losses = self._parts(make, [{0, 1, half, count}, {0, half, count}])
             rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
-            shares = self._compare(seen, whole, losses, parts, rules)
-            if self.look.gradients and self.look.copies and shares and list(whole) == [""]:
-                self._compare_gradients(seen, made, shares)
-            seen.samples = count
+            counts = {
+                name: [counted(rule, part) if rule else {"": float(size)} for part, size in parts]
+                for name, rule in rules.items()
+            }
+            self._compare(whole, losses, counts)
+            if self.look.gradients and self.look.copies and self.seen.holds and list(whole) == [""]:
+                own_counts = [each[""] for each in counts[self.seen.holds[0]]]
+                shares = [count / sum(own_counts) for count in own_counts]
+                self._compare_gradients(made, [(part, share) for (part, _), share in zip(parts, shares, strict=True)])
+            self.seen.samples = count
         finally:
             self._begin()
 
-    def _whole(self, seen: Seen, batch: Any, count: int) -> Mapping[str, float]:
+    def _whole(self, batch: Any, count: int) -> Mapping[str, float]:
         """The loss of all samples, and what layers do meanwhile."""
         rows: dict[nn.Module, list[int]] = {}
 
@@ -140,25 +150,27 @@ class Comparison:
             whole = self._loss(batch)
         if not all(map(math.isfinite, whole.values())):  # which the step itself will say, or leave out
             raise NotTried("the loss of these samples is not finite")
-        seen.ignores = has_ignored(batch)
-        changed = (each for each, before in self.buffers.values() if _differ(before, each))
-        seen.writes = any(id(each) not in self.of_norms for each in changed)
+        written = (name for name, (each, before) in self.buffers.items() if _differ(before, each))
         parted = {layer for layer, calls in rows.items() if len(calls) > 1 and any(each % count for each in calls)}
-        seen.in_chunks = next((name for name, each in model_of(self.module).named_modules() if each in parted), "")
+        self.seen.beside |= {
+            IGNORES: "labels" * has_ignored(batch),
+            WRITES_BUFFERS: next((name for name in written if id(self.buffers[name][0]) not in self.of_norms), ""),
+            IN_CHUNKS: next((name for name, each in model_of(self.module).named_modules() if each in parted), ""),
+        }
         return whole
 
-    def _see_kept(self, seen: Seen, whole: Mapping[str, float], batch: Any) -> None:
+    def _see_kept(self, whole: Mapping[str, float], batch: Any) -> None:
         """See whether anything is other after a second pass over the same batch than after the first."""
         first = self.places.now()
         again, second = self._loss(batch, begins=False), self.places.now()
-        seen.kept_matters = not _near(whole, again)
-        if seen.kept_matters and not _near(whole, self._loss(batch)):
+        self.kept_matters = not _near(whole, again)
+        if self.kept_matters and not _near(whole, self._loss(batch)):
             raise NotTried(OTHER_AGAIN)
         # What is set in the first pass and then used, too: with it, the second one has another value.
-        changed = differing(first, second) or (seen.kept_matters and differing(self.held, first)) or [""]
-        seen.keeps = changed[0]
+        changed = differing(first, second) or (self.kept_matters and differing(self.held, first)) or [""]
+        self.seen.beside[KEEPS] = changed[0]
 
-    def _parts(self, seen: Seen, make: MakeBatch, cuts: Sequence[set[int]]) -> tuple[list[tuple[Any, int]], list[Any]]:
+    def _parts(self, make: MakeBatch, cuts: Sequence[set[int]]) -> tuple[list[tuple[Any, int]], list[Any]]:
         """The parts, each with its samples, by the first of `cuts` that can be computed; and their losses."""
         for cut in cuts:
             parts = [(make(begin, end), end - begin) for begin, end in pairwise(sorted(cut))]
@@ -171,33 +183,25 @@ class Comparison:
             except Exception:
                 if cut == cuts[-1]:
                     raise
-        seen.kept_differs = any(seen.keeps in differing(held[0], each) for each in held)
+        name = self.seen.beside[KEEPS]
+        if self.kept_matters and (self.look.accumulates or any(name in differing(held[0], each) for each in held)):
+            self.seen.beside[KEEPS_STATE] = name
         return parts, losses
 
     def _compare(
-        self,
-        seen: Seen,
-        whole: Mapping[str, float],
-        losses: Sequence[Mapping[str, float]],
-        parts: Sequence[tuple[Any, int]],
-        rules: Mapping[str, Rule | None],
-    ) -> list[tuple[Any, float]]:
-        """See which `rules` hold. Returns the parts with their shares by the first of them."""
-        counts = {
-            name: [{"": float(size)} if rule is None else counted(rule, part) for part, size in parts]
-            for name, rule in rules.items()
-        }
-        found = {name: _difference(whole, losses, each) for name, each in counts.items()}
+        self, whole: Mapping[str, float], losses: Sequence[Any], counts: Mapping[str, Sequence[Mapping[str, float]]]
+    ) -> None:
+        """See by which of the rules that `counts` are of the loss is a mean."""
+        seen, found = self.seen, {name: _difference(whole, losses, each) for name, each in counts.items()}
         _, seen.whole, seen.by_parts = next(iter(found.values()))
         off = {name: share for name, (share, *_) in found.items()}
         seen.holds = [name for name, share in off.items() if share <= self._rounding()]
         seen.off = min(off.values()) if seen.holds == list(off) else max(off.values())
-        own = [each.get("", 0.0) for each in counts[seen.holds[0]]] if seen.holds else []
-        return [(part, count / sum(own)) for (part, _), count in zip(parts, own, strict=False) if count]
 
-    def _compare_gradients(self, seen: Seen, batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
+    def _compare_gradients(self, batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
         """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts."""
-        together = [parts] if self.look.gradients == "accumulated" else [[each] for each in parts]
+        seen = self.seen
+        together = [parts] if self.look.accumulates else [[each] for each in parts if each[1]]
         try:
             whole, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
         except Exception as error:
@@ -207,7 +211,7 @@ class Comparison:
         off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in whole.items()}
         worst = max(off, key=off.__getitem__, default="")
         seen.off = max(seen.off, off.get(worst, 0.0))
-        seen.gradient = worst if off.get(worst, 0.0) > self._rounding() else ""
+        seen.beside[CHANGES_GRADIENTS] = worst if off.get(worst, 0.0) > self._rounding() else ""
 
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
@@ -272,19 +276,10 @@ class Comparison:
         return values
 
 
-WRITES = "a forward pass would change what is to be kept"
-
-
-class NotTried(Exception):
-    """Why a look cannot be tried, in words."""
-
-
 def words(error: Exception) -> str:
     """Why a pass could not be tried."""
     if isinstance(error, NotTried):
         return str(error)
-    if isinstance(error, WouldWrite):
-        return f"{WRITES}: {error}"
     text = (str(error).strip() or "no more was said").splitlines()[0]
     return f"a part of a batch raises {type(error).__name__}: {text[:160]}"
 

@@ -1,6 +1,6 @@
 """A look at the loss: is it a mean over samples, over labels that count, or none at all?
 
-The loss of one piece is compared with the mean of the losses of two parts of it, by each rule that it could follow.
+The loss of one piece is compared with the mean of the losses of parts of it, by each rule that it could follow.
 What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout and
 BatchNorm are seen to elsewhere. A copy of the modules is looked at, what a loss or a step holds in plain Python is put
 back (`held_values`), and a pass that would write into any other tensor breaks off before it does. What torch draws is
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,15 +30,15 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import without_graph
 from manyhosts.training.consistency.held_values import asks_for_training
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
-from manyhosts.training.loss_weights.comparison import SURE, Comparison, Look, MakeBatch, NotTried, Seen, words
-from manyhosts.training.loss_weights.means import Rule
+from manyhosts.training.loss_weights import comparison
+from manyhosts.training.loss_weights.comparison import Comparison, Look, MakeBatch, Seen, words
+from manyhosts.training.loss_weights.means import Rule, counted
+from manyhosts.training.loss_weights.set_draws import NotTried
 from manyhosts.training.setup.trained_module import model_of
 
 ALL_SAMPLES = "all samples"
 NO_MEAN = "no mean"
 """What is known of a loss that follows no rule."""
-_OF_ANY = ("ignores", "writes", "kept_matters", "kept_differs", "gradient", "in_chunks")
-"""What is so of a loss where one piece shows it."""
 MOST_PIECES = 8
 """Of one worker, that are looked at."""
 _MOST_COPIED = 1 << 28
@@ -53,30 +53,31 @@ def find_mean(
     `wide`: pieces larger than any that is trained on, which are looked at in less memory, and count for nothing where
     that fails.
     """
-    plain = replace(look, gradients="")
+    plain = replace(look, gradients=False)
     pieces = [piece for piece in own if piece.plan.weight][:MOST_PIECES]
     mine = [look_at(plain if number else look, piece, rule) for number, piece in enumerate(pieces)]
-    together = [look_at(plain, piece, rule, graph=False) for piece in wide]
-    mine += [each for each in together if each.samples]
+    mine += [each for piece in wide if (each := look_at(plain, piece, rule, graph=False)).samples]
     reported = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
     seen = [each for each in reported if each.samples]
-    keeps = next((each.keeps for each in reported if each.keeps), "")
-    because = next((each.because for each in seen or reported if each.because), "")
-    if not seen:
-        return Seen(because=because or "no forward pass has two samples, or they come once, from a stream", keeps=keeps)
-    shown = max(seen, key=lambda each: each.off)
-    holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
-    first = {name: next(filter(None, (getattr(each, name) for each in seen)), getattr(shown, name)) for name in _OF_ANY}
-    return replace(shown, **{**first, "holds": holds, "because": because, "keeps": keeps})
+    none = "" if seen else "no forward pass has two samples, or they come once, from a stream"
+    shown = max(seen or [Seen()], key=lambda each: each.off)
+    return replace(
+        shown,
+        because=next((each.because for each in seen or reported if each.because), none),
+        holds=[name for name in shown.holds if all(name in each.holds for each in seen)],
+        names=next((each.names for each in reported if each.names), [""]),
+        beside={kind: name for each in reversed(reported) for kind, name in each.beside.items() if name},
+    )
 
 
 def choose(seen: Seen) -> str:
     """The rule to count by: the name of one, `NO_MEAN`, or `ALL_SAMPLES` where labels that are left out count, too."""
+    ignores = seen.beside.get(comparison.IGNORES)
     if not seen.samples:
         return "samples"
-    if seen.ignores and seen.holds == ["samples"]:
+    if ignores and seen.holds == ["samples"]:
         return ALL_SAMPLES
-    names = ("labels", "shifted labels", "samples") if seen.ignores else ("samples", "labels", "shifted labels")
+    names = ("labels", "shifted labels", "samples") if ignores else ("samples", "labels", "shifted labels")
     return next((name for name in names if name in seen.holds), NO_MEAN)
 
 
@@ -95,22 +96,15 @@ def no_mean(seen: Seen, *, given: bool = False) -> str:
 
 def not_tried(seen: Seen) -> str:
     """What is said of a loss that could not be looked at, or not in training mode."""
-    mode = " in training mode" if seen.samples and not seen.keeps else ""
+    mode = " in training mode" if seen.samples and not seen.beside.get(comparison.KEEPS) else ""
     return (
-        f"whether the loss is a mean over samples could not be tried{mode}, because {seen.because}: compare a run on one "
-        'worker with one on two, give weight=function(batch) -> what it counts, or weight="samples" where you know that '
-        "it is"
+        f"whether the loss is a mean over samples could not be tried{mode}, because {seen.because}: compare a run on "
+        'one worker with one on two, give weight=function(batch) -> what it counts, or weight="samples" where you know '
+        "that it is"
     )
 
 
-KEEPS = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
-
-
-def kept(name: str) -> str:
-    """Why it is not known what such a thing changes."""
-    return f"{KEEPS.format(name)}, and what it changes later is not known"
-
-
+KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
 _FIXES = {
     "is no mean": (
         "{}",
@@ -123,30 +117,37 @@ _FIXES = {
         "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
         'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"',
     ),
-    "changes gradients": (
+    comparison.CHANGES_GRADIENTS: (
         "the gradient of {!r} over some samples is not the mean of those over parts of them, though the loss "
         "is: a hook, or a backward pass of the script's own, changes it by what it sees, which is a piece of a batch",
         "leave it to clip_gradients, or to a hook of the optimizer (register_step_pre_hook): these see the sum "
         'over all pieces; or train in one piece; or say that it is meant so: weight="samples"',
     ),
-    "is called in chunks": (
+    comparison.IN_CHUNKS: (
         "the BatchNorm {!r} is called several times in a forward pass, with a part of the samples each time: over "
         "several workers others would meet in a call, and a worker with fewer calls would leave the others waiting",
         "call it once, with all samples; or set batch_norm='local', or virtual_workers, with which each part of a "
         "batch is normalised by itself; or train on one worker",
     ),
-    "keeps state": (
-        KEEPS + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
+    comparison.KEEPS_STATE: (
+        KEPT + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
         "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
         "buffer, and sum over the workers what goes into it; or train in one piece (one worker, no micro_batch_size)",
     ),
 }
 
 
-def refused(kind: str, name: str, where: str = "model") -> ConfigError:
-    """The error of a loss or model that is wrong in this way, of `name` or in these words, where a batch is cut."""
-    what, fix = _FIXES[kind]
-    return ConfigError(what.format(name), where=f"mh.Trainer({where}=…)", fix=fix)
+def refuse(seen: Seen, kinds: Sequence[str], *, own: str) -> None:
+    """Refuse the first of `kinds` that there is in `seen`; `own`: the argument that the script computes its loss in.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for kind in kinds:
+        if found := seen.beside.get(kind):
+            what, fix = _FIXES[kind]
+            where = own if kind == "is no mean" else "model"
+            raise ConfigError(what.format(found), where=f"mh.Trainer({where}=…)", fix=fix)
 
 
 def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = True) -> Seen:
@@ -155,14 +156,17 @@ def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = 
     Without `graph` it takes less memory, and shows nothing of a loss that differentiates itself.
     """
     count, seen = len(piece.plan.indices), Seen()
+    with suppress(Exception):  # what is wrong with a rule is said where it is used
+        seen.names = sorted(counted(rule, piece.batch)) if rule else []
     if count < 2:
-        return Seen(because="a forward pass has one sample")
+        seen.because = "a forward pass has one sample"
+        return seen
     # What differentiates within the loss needs the graph.
     with randomness.undisturbed(), torch.set_grad_enabled(look.copies and graph):
         try:
             make = _parts_of(look, piece)
             with _shown(look) as module:
-                Comparison(look, module).run(seen, piece.batch, count, make, rule)
+                Comparison(look, module, seen).run(piece.batch, count, make, rule)
             own = [each for each in look.module.modules() if not type(each).__module__.startswith(_NOT_OF_SCRIPT)]
             if not look.copies and any(asks_for_training(type(each).forward) for each in own):
                 seen.because = "the model asks for it, and its workers exchange something in each forward pass"
@@ -179,7 +183,7 @@ def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = 
 def _surely(look: Look, seen: Seen, make: MakeBatch, rule: Rule | None) -> Seen:
     """The same in float64, where there were differences that may or may not be rounding."""
     is_large = sum(map(Tensor.numel, look.module.parameters())) > _MOST_COPIED
-    if seen.off <= SURE or not look.copies or is_large:
+    if seen.off <= comparison.SURE or not look.copies or is_large:
         return seen
 
     def doubled(begin: int, end: int) -> Any:
@@ -190,13 +194,13 @@ def _surely(look: Look, seen: Seen, make: MakeBatch, rule: Rule | None) -> Seen:
         torch.set_default_dtype(torch.float64)
         with _shown(look, shares=False) as module:
             module.to(torch.float64)
-            Comparison(look, module).run(exact, doubled(0, seen.samples), seen.samples, doubled, rule)
+            Comparison(look, module, exact).run(doubled(0, seen.samples), seen.samples, doubled, rule)
     except Exception:  # something is made in float32, and does not go with float64
         return seen
     finally:
         torch.set_default_dtype(default)
-    names = ("because", "keeps", "kept_matters", "kept_differs", "writes", "in_chunks")
-    return replace(exact, **{name: getattr(seen, name) for name in names})
+    beside = {**seen.beside, comparison.CHANGES_GRADIENTS: exact.beside.get(comparison.CHANGES_GRADIENTS, "")}
+    return replace(exact, because=seen.because, names=seen.names, beside=beside)
 
 
 _NOT_OF_SCRIPT = ("torch.", "manyhosts.")

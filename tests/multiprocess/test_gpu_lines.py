@@ -36,7 +36,7 @@ from manyhosts.measure.in_worker.activations import of_pass
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.strategies.local_updates import LocalGradient
-from manyhosts.training.loss_weights.comparison import Comparison
+from manyhosts.training.loss_weights.comparison import Comparison, Look, Seen
 from manyhosts.training.loss_weights.set_draws import SetDraws
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.setup import activation_checkpointing
@@ -141,8 +141,9 @@ def gradients_of_a_look(folder: Path) -> None:
     )
     made.fit("1 step")
     parts = made.parts
-    comparison = Comparison(parts.compute, parts.trained, parts.world.device, gradients="apart")
-    assert comparison._gradient([(DATA[:4], 1.0)], SetDraws(0.5, {4})) == {}, "parameters of the stand-in are others"
+    look = Look(parts.compute, parts.trained, parts.world.device, gradients=True)
+    comparison = Comparison(look, parts.trained, Seen())
+    assert comparison._gradient([(DATA[:4], 1.0)]) == {}, "parameters of the stand-in are others"
 
 
 class Line:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from unusual import Case, in_plain_pytorch, with_us
 
 from manyhosts.prove import promises
-from manyhosts.training.loss_weights.comparison import Seen
-from manyhosts.training.loss_weights.probe_loss import kept, not_tried
+from manyhosts.training.loss_weights.comparison import KEEPS, Seen
+from manyhosts.training.loss_weights.probe_loss import KEPT, not_tried
 
 pytestmark = pytest.mark.multiprocess
 
@@ -133,7 +133,9 @@ def test_what_changes_the_loss_is_refused_where_one_worker_has_several_pieces(an
 
 @pytest.mark.parametrize("promise", ["workers", "micro", "virtual", "resume"])
 def test_prove_judges_no_promise_by_runs_that_keep_something(promise: str) -> None:
-    said: Any = SimpleNamespace(not_tried=not_tried(Seen(because=kept("calls"), keeps="calls")), error=None)
+    said: Any = SimpleNamespace(
+        not_tried=not_tried(Seen(because=KEPT.format("calls"), beside={KEEPS: "calls"})), error=None
+    )
     silent: Any = SimpleNamespace(not_tried="", error=None)
     assert promises._holds(promise, "equal", silent, said).status == "not judged"
     assert promises._holds(promise, "equal", silent, silent).status == "holds"

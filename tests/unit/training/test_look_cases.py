@@ -21,7 +21,8 @@ from torch.nn import functional
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, PiecePlan
 from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights.probe_loss import NO_MEAN, Look, choose, not_tried
+from manyhosts.training.loss_weights.comparison import CHANGES_GRADIENTS, KEEPS, Look
+from manyhosts.training.loss_weights.probe_loss import NO_MEAN, choose, look_at, not_tried
 
 WIDE, CLASSES, COUNT = 8, 4, 12
 
@@ -446,13 +447,13 @@ def found(case: Case, seed: int = 0, count: int = COUNT) -> str:
     piece = LoadedPiece(PiecePlan(0, 0, range(count), 1.0), list(batch_of(count)))  # type: ignore[arg-type]
     before = randomness.states(), {name: each.clone() for name, each in model.state_dict().items()}
     own = GENERATOR.get_state()
-    seen = Look(forward, model, torch.device("cpu"), gradients="accumulated").at(piece, case.weight)
-    assert not seen.gradient, "nobody changes any"
+    seen = look_at(Look(forward, model, torch.device("cpu"), gradients=True, accumulates=True), piece, case.weight)
+    assert not seen.beside.get(CHANGES_GRADIENTS), "nobody changes any"
     assert not randomness.drawn_since(before[0]), "random numbers are as before"
     assert torch.equal(own, GENERATOR.get_state()), "those of the script's generators, too"
     assert all(torch.equal(each, before[1][name]) for name, each in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
-    if seen.keeps:
+    if seen.beside.get(KEEPS):
         return "unknown"
     if seen.because:
         assert f"because {seen.because}" in not_tried(seen)

@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from manyhosts.data.steps import LoadedPiece, PiecePlan
 from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights.probe_loss import NO_MEAN, Look, choose
+from manyhosts.training.loss_weights.comparison import CHANGES_GRADIENTS, KEEPS, WRITES_BUFFERS, Look
+from manyhosts.training.loss_weights.probe_loss import NO_MEAN, choose, look_at
 
 WIDE, CLASSES, COUNT = 8, 4, 12
 
@@ -233,13 +234,13 @@ def said_of(case: Case) -> str:
     forward = ForwardPass(None if case.step else case.loss, case.step, seed=0, context=nullcontext)
     piece = LoadedPiece(PiecePlan(0, 0, range(COUNT), 1.0), list(batch_of()))  # type: ignore[arg-type]
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    seen = Look(forward, model, torch.device("cpu"), gradients="apart").at(piece, None)
+    seen = look_at(Look(forward, model, torch.device("cpu"), gradients=True), piece, None)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-    if seen.gradient:
+    if seen.beside.get(CHANGES_GRADIENTS):
         return "gradient"
-    if seen.because or seen.keeps:
+    if seen.because or seen.beside.get(KEEPS):
         return "unknown"
-    if seen.writes:
+    if seen.beside.get(WRITES_BUFFERS):
         return "writes"
     return "wrong" if choose(seen) == NO_MEAN else "right"
 

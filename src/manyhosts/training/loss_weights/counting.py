@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +10,11 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import gathers_rounded
-from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
 from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
-from manyhosts.training.loss_weights import probe_loss
-from manyhosts.training.loss_weights.comparison import OTHER_AGAIN, Seen
+from manyhosts.training.loss_weights import comparison, probe_loss
+from manyhosts.training.loss_weights.comparison import Look, Seen
 from manyhosts.training.loss_weights.means import LOOKED_FOR
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
@@ -53,17 +52,11 @@ class LossWeights:
             ConfigError: the loss is no mean, and a batch is cut.
             TrainingError: the user's rule gives no number.
         """
-        weighing, number = self.parts.weighing, self.state.step + 1
-        if not self.settled:
-            step = self.looked_at(step, first=True)
+        weighing, number, every = self.parts.weighing, self.state.step + 1, self.settings.look_every
+        later = every and self.cuts and not self.moves and (number % every == 0 or number in _SOON)
+        if not self.settled or later:
+            step = self.looked_at(step, first=not self.settled)
             self.settled = True
-        elif (
-            (every := self.settings.look_every)
-            and self.cuts
-            and not self.moves
-            and (number % every == 0 or number in _SOON)
-        ):
-            step = self.looked_at(step, first=False)
         if weighing.counts_samples:
             return step, None
         if isinstance(self.settings.strategy, DiLoCo) and self.parts.world.size > 1 and not self.noted:
@@ -85,44 +78,31 @@ class LossWeights:
         many = first and not known and not state.counts_by
         look = self.look_of(step, gradients=first and self.cuts)
         step, looked = self._looked_pieces(step, look, first=first, many=many)
-        wide = self._wide(step, look.fetcher) if many and self.cuts else []
-        if known and not self.cuts:  # it was only to be seen which targets count
-            weighing.guard = None
-            return step
-        rule = weighing.classes if weighing.said is None else weighing.rule
-        if not known and not many and rule is None:
-            rule = LOOKED_FOR.get(state.counts_by)
-        seen = probe_loss.find_mean(
-            look, looked, self.parts.world, rule, cuts=3 if many else 1, trouble_only=not many, wide=wide
-        )
-        self.heed(seen, known=known, many=many)
-        if first and weighing.said is None and weighing.classes is None and not weighing.knows:
+        if self.cuts or not known:  # else it was only to be seen which targets count
+            rule = weighing.classes or weighing.rule or (None if known else LOOKED_FOR.get(state.counts_by))
+            wide = self.alike(step, look, self._wide) if many and self.cuts else []
+            self.heed(probe_loss.find_mean(look, looked, self.parts.world, rule, wide), known=known, many=many)
+        if first and weighing.said is None and not known:
             weighing.use(state.counts_by)
         if not self.cuts:
             weighing.guard = None
-        elif weighing.said is None and not self.parts.strategy.traits.communicates_in_forward:
+        elif weighing.said is None and look.copies:
             weighing.looks = partial(_why_no_mean, look)
         return step
 
-    def _looked_pieces(
-        self, step: Step, look: probe_loss.Look, *, first: bool, many: bool
-    ) -> tuple[Step, list[LoadedPiece]]:
+    def _looked_pieces(self, step: Step, look: Look, *, first: bool, many: bool) -> tuple[Step, list[LoadedPiece]]:
         """Which pieces are looked at; and the step with the batches of those that were fetched for it."""
         weighing = self.parts.weighing
-        all_of_them = first and (weighing.must_look or callable(weighing.said))
-        most = None if all_of_them else probe_loss.MOST_PIECES if many else 1
-        if self.parts.strategy.traits.communicates_in_forward:
-            pieces = looked = self.alike(step, look.fetcher)
-        else:
-            pieces = step.fetched(most)
+        if look.copies:
+            pieces = step.fetched(None if first and weighing.must_look else probe_loss.MOST_PIECES if many else 1)
             step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
             looked = pieces if many else pieces[:1]
-            if look.fetcher is not None and all(len(each.plan.indices) < 2 for each in looked):
-                looked = self.alike(step, look.fetcher)
+            if all(len(each.plan.indices) < 2 for each in looked):
+                looked = self.alike(step, look) or looked
+        else:
+            pieces = looked = self.alike(step, look)
         if weighing.classes is not None and first and not weighing.knows:
             weighing.look_at_targets(pieces)
-        if callable(weighing.said) and first:
-            weighing.learn_names([piece for piece in pieces if piece.plan.weight])
         return step, looked
 
     def heed(self, seen: Seen, *, known: bool, many: bool) -> None:
@@ -131,47 +111,38 @@ class LossWeights:
         Raises:
             ConfigError: the loss is no mean, or the model keeps something, and a batch is cut.
         """
-        parts, state = self.parts, self.state
-        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.could_look
+        parts, state, notes = self.parts, self.state, self.parts.world.notes
+        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.samples
         found = probe_loss.choose(seen) if many else state.counts_by or "samples"
+        what, keeps = probe_loss.no_mean(seen, given=given), seen.beside.get(comparison.KEEPS)
         guessed_wrong = not known and not given and (not is_mean or found == probe_loss.NO_MEAN)
-        kept_counts = seen.kept_matters and (seen.kept_differs or self.cuts_in_worker)
-        what = probe_loss.no_mean(seen, given=given)
-        self.moves = seen.because == OTHER_AGAIN
-        if isinstance(parts.batch_norm, GlobalBatch):
-            self._refuse({"is called in chunks": seen.in_chunks})
+        seen.beside["mixes samples"] = what * (known and not is_mean and not seen.beside.get(comparison.WRITES_BUFFERS))
+        seen.beside["is no mean"] = what * guessed_wrong
+        self.moves = seen.because == comparison.OTHER_AGAIN
+        own = "loss" if parts.compute.step is None else "step"
+        probe_loss.refuse(seen, [comparison.IN_CHUNKS] * isinstance(parts.batch_norm, GlobalBatch), own=own)
         if self.cuts:
-            self._refuse(
-                {
-                    "changes gradients": seen.gradient,
-                    "keeps state": seen.keeps * kept_counts,
-                    "mixes samples": what * (known and not is_mean and not seen.writes),
-                    "is no mean": what * guessed_wrong,
-                }
+            probe_loss.refuse(
+                seen, [comparison.CHANGES_GRADIENTS, comparison.KEEPS_STATE, "mixes samples", "is no mean"], own=own
             )
-        if seen.keeps and self.cuts:
-            seen.because = seen.because or probe_loss.kept(seen.keeps)
-        elif seen.keeps:
-            parts.world.notes.append(f"{probe_loss.KEEPS.format(seen.keeps)}: no snapshot has it")
+        if keeps and self.cuts:
+            seen.because = seen.because or f"{probe_loss.KEPT.format(keeps)}, and what it changes later is not known"
+        elif keeps:
+            notes.append(f"{probe_loss.KEPT.format(keeps)}: no snapshot has it")
+        if given:
+            parts.weighing.names = tuple(seen.names)
         if given and not is_mean:
-            parts.world.notes.append(what)
+            notes.append(what)
         elif guessed_wrong and many:
-            parts.world.notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
+            notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
         elif many and found in LOOKED_FOR and not given:
             among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
-            parts.world.notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
+            notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
         state.counts_by = GIVEN if given else found
         if seen.because and self.cuts:
             self.tell("not tried", probe_loss.not_tried(seen))
         else:
             self.tell(*(("mean", "") if is_mean else ("no mean", what)))
-
-    def _refuse(self, wrong: Mapping[str, str]) -> None:
-        """Raise the error of the first kind of which something is `wrong`: its name, or what that is in words."""
-        for kind, name in wrong.items():
-            if name:
-                own = "loss" if self.parts.compute.step is None else "step"
-                raise probe_loss.refused(kind, name, own if kind == "is no mean" else "model")
 
     def tell(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
@@ -182,19 +153,20 @@ class LossWeights:
             world.notes.append(text)
         world.news.append(partial(LossLooked, outcome=outcome, text=text))
 
-    def _wide(self, step: Step, fetcher: Fetcher | None) -> list[LoadedPiece]:
-        """The samples of several pieces, looked at by one worker; by all where all must make the same passes."""
+    @property
+    def _wide(self) -> int:
+        """The pieces whose samples are looked at together: by one worker, or by all where they compute together."""
         if self.parts.strategy.traits.communicates_in_forward:
-            return self.alike(step, fetcher, pieces=2)  # such a model has little room
-        return self.alike(step, fetcher, pieces=_WIDE) if self.parts.world.is_leader else []
+            return 2  # such a model has little room
+        return _WIDE * self.parts.world.is_leader
 
-    def alike(self, step: Step, fetcher: Fetcher | None, *, pieces: int = 1) -> list[LoadedPiece]:
+    def alike(self, step: Step, look: Look, pieces: int = 1) -> list[LoadedPiece]:
         """One of the samples of so many pieces, the same on every worker that asks for it; none of a stream."""
-        if fetcher is None:
+        if look.fetcher is None or not pieces:
             return []
         own = -(-len(step.taken) // self.parts.strategy.mesh.size("replicate", "shard"))
         indices = step.taken[: max(2, pieces * min(own, self.settings.micro_batch_size or own))]
-        return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), fetcher(step.epoch, indices))]
+        return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), look.fetcher(step.epoch, indices))]
 
     def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
         """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
@@ -220,22 +192,23 @@ class LossWeights:
         own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
         return self.settings.virtual_workers is not None or (self.settings.micro_batch_size or own) < own
 
-    def look_of(self, step: Step, *, gradients: bool) -> probe_loss.Look:
+    def look_of(self, step: Step, *, gradients: bool) -> Look:
         """What is looked at before `step`; `gradients`, too."""
         parts, source = self.parts, self.parts.source
         fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
-        return probe_loss.Look(
+        return Look(
             parts.compute,
             parts.trained,
             parts.world.device,
             step.epoch,
             fetcher,
             copies=not parts.strategy.traits.communicates_in_forward,
-            gradients="" if not gradients else "accumulated" if self.cuts_in_worker else "apart",
+            gradients=gradients,
+            accumulates=self.cuts_in_worker,
             in_halves=gathers_rounded(self.settings.strategy),
         )
 
 
-def _why_no_mean(look: probe_loss.Look, piece: LoadedPiece) -> str:
-    seen = look.at(piece, None, cuts=1)
-    return "" if not seen.could_look or "samples" in seen.holds else probe_loss.no_mean(seen)
+def _why_no_mean(look: Look, piece: LoadedPiece) -> str:
+    seen = probe_loss.look_at(look, piece, None)
+    return "" if not seen.samples or "samples" in seen.holds else probe_loss.no_mean(seen)

@@ -68,6 +68,8 @@ class TargetMean:
 
 LOOKED_FOR: Mapping[str, TargetMean] = {"labels": TargetMean(), "shifted labels": TargetMean(shifted=True)}
 """Rules that are found by trial: means over the labels that are not -100, as in the models of `transformers`."""
+has_ignored = LOOKED_FOR["labels"].leaves_out
+"""Whether a label of a batch is -100."""
 
 
 def rules_for(batch: Any) -> dict[str, TargetMean]:
@@ -97,11 +99,6 @@ def targets_of(batch: Any) -> Tensor | None:
     elif isinstance(batch, list | tuple) and len(batch) == 2:
         found = batch[1]
     return found if isinstance(found, Tensor) and found.dim() else None
-
-
-def has_ignored(batch: Any) -> bool:
-    """Whether a label of this batch is -100."""
-    return bool(rules_for(batch)) and LOOKED_FOR["labels"].leaves_out(batch)
 
 
 def class_mean(loss: Any) -> TargetMean | None:

@@ -1,6 +1,6 @@
 """A look at the loss: is it a mean over samples, over labels that count, or none at all?
 
-The loss of one piece is compared with the mean of the losses of two parts of it, by each rule that it could follow.
+The loss of one piece is compared with the mean of the losses of parts of it, by each rule that it could follow.
 What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout and
 BatchNorm are seen to elsewhere. A copy of the modules is looked at, what a loss or a step holds in plain Python is put
 back (`held_values`), and a pass that would write into any other tensor breaks off before it does. What torch draws is
@@ -12,44 +12,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map
 
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.shared_norm import acting, prepare
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
-from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import without_graph
 from manyhosts.training.consistency.held_values import asks_for_training
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
-from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights.comparison import (
-    SURE,
-    WRITES,
-    Comparison,
-    Gradients,
-    MakeBatch,
-    NotTried,
-    Seen,
-    words,
-)
-from manyhosts.training.loss_weights.means import Rule
+from manyhosts.training.loss_weights import comparison
+from manyhosts.training.loss_weights.comparison import Comparison, Look, MakeBatch, Seen, words
+from manyhosts.training.loss_weights.means import Rule, counted
+from manyhosts.training.loss_weights.set_draws import NotTried
 from manyhosts.training.setup.trained_module import model_of
 
 ALL_SAMPLES = "all samples"
 NO_MEAN = "no mean"
 """What is known of a loss that follows no rule."""
-_OF_ANY = ("ignores", "writes", "kept_matters", "kept_differs", "gradient", "in_chunks")
-"""What is so of a loss where one piece shows it."""
 MOST_PIECES = 8
 """Of one worker, that are looked at."""
 _MOST_COPIED = 1 << 28
@@ -57,49 +46,38 @@ _MOST_COPIED = 1 << 28
 
 
 def find_mean(
-    look: Look,
-    own: Sequence[LoadedPiece],
-    world: World,
-    rule: Rule | None,
-    *,
-    cuts: int = 3,
-    trouble_only: bool = False,
-    wide: Sequence[LoadedPiece] = (),
+    look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule | None, wide: Sequence[LoadedPiece] = ()
 ) -> Seen:
     """What the workers have seen together; `rule` is the user's, where there is one. All of them call this.
 
-    `trouble_only`: they tell each other what they have seen where one of them has seen something wrong. `wide`: pieces
-    larger than any that is trained on, which are looked at in less memory, and count for nothing where that fails.
+    `wide`: pieces larger than any that is trained on, which are looked at in less memory, and count for nothing where
+    that fails.
     """
-    plain = replace(look, gradients="")
-    mine = [look.at(piece, rule, cuts=cuts) for piece in own if piece.plan.weight][:MOST_PIECES]
-    together = [plain.at(piece, rule, cuts=1, graph=False) for piece in wide]
-    mine += [each for each in together if each.could_look]
-    if trouble_only and not world.any(not mine or any(_is_trouble(each) for each in mine)):
-        return Seen(could_look=True, holds=["samples"])
+    plain = replace(look, gradients=False)
+    pieces = [piece for piece in own if piece.plan.weight][:MOST_PIECES]
+    mine = [look_at(plain if number else look, piece, rule) for number, piece in enumerate(pieces)]
+    mine += [each for piece in wide if (each := look_at(plain, piece, rule, graph=False)).samples]
     reported = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
-    seen = [each for each in reported if each.could_look]
-    keeps = next((each.keeps for each in reported if each.keeps), "")
-    because = next((each.because for each in seen or reported if each.because), "")
-    if not seen:
-        return Seen(because=because or "no forward pass has two samples, or they come once, from a stream", keeps=keeps)
-    shown = max(seen, key=lambda each: each.off)
-    holds = [name for name in shown.holds if all(name in each.holds for each in seen)]
-    first = {name: next(filter(None, (getattr(each, name) for each in seen)), getattr(shown, name)) for name in _OF_ANY}
-    return replace(shown, **{**first, "holds": holds, "because": because, "keeps": keeps})
-
-
-def _is_trouble(seen: Seen) -> bool:
-    return bool(seen.keeps or seen.because or seen.in_chunks or seen.gradient or not seen.holds)
+    seen = [each for each in reported if each.samples]
+    none = "" if seen else "no forward pass has two samples, or they come once, from a stream"
+    shown = max(seen or [Seen()], key=lambda each: each.off)
+    return replace(
+        shown,
+        because=next((each.because for each in seen or reported if each.because), none),
+        holds=[name for name in shown.holds if all(name in each.holds for each in seen)],
+        names=next((each.names for each in reported if each.names), [""]),
+        beside={kind: name for each in reversed(reported) for kind, name in each.beside.items() if name},
+    )
 
 
 def choose(seen: Seen) -> str:
     """The rule to count by: the name of one, `NO_MEAN`, or `ALL_SAMPLES` where labels that are left out count, too."""
-    if not seen.could_look:
+    ignores = seen.beside.get(comparison.IGNORES)
+    if not seen.samples:
         return "samples"
-    if seen.ignores and seen.holds == ["samples"]:
+    if ignores and seen.holds == ["samples"]:
         return ALL_SAMPLES
-    names = ("labels", "shifted labels", "samples") if seen.ignores else ("samples", "labels", "shifted labels")
+    names = ("labels", "shifted labels", "samples") if ignores else ("samples", "labels", "shifted labels")
     return next((name for name in names if name in seen.holds), NO_MEAN)
 
 
@@ -108,34 +86,25 @@ def no_mean(seen: Seen, *, given: bool = False) -> str:
     if given:
         return (
             f"with this weight the loss is no mean: {seen.whole:.6g} over {seen.samples} samples, "
-            f"{seen.by_parts:.6g} as the mean over two parts of these"
+            f"{seen.by_parts:.6g} as the mean over parts of these"
         )
     return (
         f"the loss is no mean over the samples: {seen.whole:.6g} over {seen.samples} of them, {seen.by_parts:.6g} as "
-        "the mean over two parts of these, so it depends on how a batch is cut"
+        "the mean over parts of these, so it depends on how a batch is cut"
     )
-
-
-NOT_TRIED = "whether the loss is a mean over samples could not be tried"
 
 
 def not_tried(seen: Seen) -> str:
     """What is said of a loss that could not be looked at, or not in training mode."""
-    mode = " in training mode" if seen.could_look and not seen.keeps else ""
+    mode = " in training mode" if seen.samples and not seen.beside.get(comparison.KEEPS) else ""
     return (
-        f"{NOT_TRIED}{mode}, because {seen.because}: compare a run on one worker with one on two, give "
-        'weight=function(batch) -> what it counts, or weight="samples" where you know that it is'
+        f"whether the loss is a mean over samples could not be tried{mode}, because {seen.because}: compare a run on "
+        'one worker with one on two, give weight=function(batch) -> what it counts, or weight="samples" where you know '
+        "that it is"
     )
 
 
-KEEPS = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
-
-
-def kept(name: str) -> str:
-    """Why it is not known what such a thing changes."""
-    return f"{KEEPS.format(name)}, and what it changes later is not known"
-
-
+KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
 _FIXES = {
     "is no mean": (
         "{}",
@@ -148,160 +117,150 @@ _FIXES = {
         "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
         'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"',
     ),
-    "changes gradients": (
-        "the gradient of {!r} over some samples is not the mean of those over two parts of them, though the loss "
+    comparison.CHANGES_GRADIENTS: (
+        "the gradient of {!r} over some samples is not the mean of those over parts of them, though the loss "
         "is: a hook, or a backward pass of the script's own, changes it by what it sees, which is a piece of a batch",
         "leave it to clip_gradients, or to a hook of the optimizer (register_step_pre_hook): these see the sum "
         'over all pieces; or train in one piece; or say that it is meant so: weight="samples"',
     ),
-    "is called in chunks": (
+    comparison.IN_CHUNKS: (
         "the BatchNorm {!r} is called several times in a forward pass, with a part of the samples each time: over "
         "several workers others would meet in a call, and a worker with fewer calls would leave the others waiting",
         "call it once, with all samples; or set batch_norm='local', or virtual_workers, with which each part of a "
         "batch is normalised by itself; or train on one worker",
     ),
-    "keeps state": (
-        KEEPS + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
+    comparison.KEEPS_STATE: (
+        KEPT + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
         "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
         "buffer, and sum over the workers what goes into it; or train in one piece (one worker, no micro_batch_size)",
     ),
 }
 
 
-def refused(kind: str, name: str, where: str = "model") -> ConfigError:
-    """The error of a loss or model that is wrong in this way, of `name` or in these words, where a batch is cut."""
-    what, fix = _FIXES[kind]
-    return ConfigError(what.format(name), where=f"mh.Trainer({where}=…)", fix=fix)
+def refuse(seen: Seen, kinds: Sequence[str], *, own: str) -> None:
+    """Refuse the first of `kinds` that there is in `seen`; `own`: the argument that the script computes its loss in.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for kind in kinds:
+        if found := seen.beside.get(kind):
+            what, fix = _FIXES[kind]
+            where = own if kind == "is no mean" else "model"
+            raise ConfigError(what.format(found), where=f"mh.Trainer({where}=…)", fix=fix)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What is looked at, and how a batch of some samples of a piece is made."""
+def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = True) -> Seen:
+    """What one piece shows. Errors of the model show in the first step, and better.
 
-    forward: ForwardPass
-    module: nn.Module
-    device: torch.device
-    epoch: int = 0
-    fetcher: Fetcher | None = None
-    """None: the dataset is a stream, whose samples come once."""
-    copies: bool = True
-    """Whether the model may be copied for a look: not where workers exchange something in its forward pass."""
-    gradients: Gradients = ""
-    in_halves: bool = False
-    """Whether passes see parameters of 16 bits, whatever is kept of them."""
-
-    def at(self, piece: LoadedPiece, rule: Rule | None, *, cuts: int = 3, graph: bool = True) -> Seen:
-        """What one piece shows, cut in `cuts` ways. Errors of the model show in the first step, and better.
-
-        Without `graph` it takes less memory, and shows nothing of a loss that differentiates itself.
-        """
-        count, why = len(piece.plan.indices), ""
-        if count < 2:
-            return Seen(because="a forward pass has one sample")
-        # What differentiates within the loss needs the graph.
-        with randomness.undisturbed(), torch.set_grad_enabled(self.copies and graph):
-            for training in (True, False):
-                try:
-                    make = self._parts_of(piece)
-                    with self._shown(training=training) as module:
-                        found = self._comparison(module).run(piece.batch, count, make, rule, cuts)
-                except Exception as error:
-                    # Where workers exchange something, collectives would not match; a loss that differentiates itself
-                    # fails alike on all of them.
-                    if not self.copies and "does not require grad" not in str(error):
-                        raise
-                    found = Seen(because=words(error))
-                if found.could_look:
-                    found.because = found.because or self._not_in_training(why)
-                    return self._surely(found, count, make, rule, cuts, training=training)
-                why = why or found.because
-                if not why.startswith(WRITES):  # what writes in training mode alone may be seen in evaluation mode
-                    break
-        return replace(found, because=why)
-
-    def _comparison(self, module: nn.Module) -> Comparison:
-        gradients: Gradients = self.gradients if self.copies else ""
-        return Comparison(self.forward, module, self.device, self.in_halves, gradients, may_write=not self.copies)
-
-    def _not_in_training(self, why: str) -> str:
-        """Why what the script has written was looked at in evaluation mode, and might do something else in training."""
-        if why.startswith(WRITES):
-            return why
-        own = [each for each in self.module.modules() if not type(each).__module__.startswith(("torch.", "manyhosts."))]
-        asks = not self.copies and any(asks_for_training(type(each).forward) for each in own)
-        return "the model asks for it, and its workers exchange something in each forward pass" if asks else ""
-
-    def _surely(self, seen: Seen, count: int, make: MakeBatch, rule: Rule | None, cuts: int, *, training: bool) -> Seen:
-        """The same in float64, where there were differences that may or may not be rounding."""
-        is_large = sum(map(Tensor.numel, self.module.parameters())) > _MOST_COPIED
-        if max(seen.off, seen.gradient_off) <= SURE or not self.copies or is_large:
-            return seen
-
-        def doubled(begin: int, end: int) -> Any:
-            return mapped(make(begin, end), lambda each: each.double() if each.is_floating_point() else each)
-
-        default = torch.get_default_dtype()
+    Without `graph` it takes less memory, and shows nothing of a loss that differentiates itself.
+    """
+    count, seen = len(piece.plan.indices), Seen()
+    with suppress(Exception):  # what is wrong with a rule is said where it is used
+        seen.names = sorted(counted(rule, piece.batch)) if rule else []
+    if count < 2:
+        seen.because = "a forward pass has one sample"
+        return seen
+    # What differentiates within the loss needs the graph.
+    with randomness.undisturbed(), torch.set_grad_enabled(look.copies and graph):
         try:
-            torch.set_default_dtype(torch.float64)
-            with self._shown(training=training, shares=False) as module:
-                module.to(torch.float64)
-                exact = self._comparison(module).run(doubled(0, count), count, doubled, rule, cuts)
-        except Exception:  # something is made in float32, and does not go with float64
-            return seen
-        finally:
-            torch.set_default_dtype(default)
-        names = ("because", "keeps", "kept_matters", "kept_differs", "writes", "in_chunks")
-        return replace(exact, **{name: getattr(seen, name) for name in names}) if exact.could_look else seen
+            make = _parts_of(look, piece)
+            with _shown(look) as module:
+                Comparison(look, module, seen).run(piece.batch, count, make, rule)
+            own = [each for each in look.module.modules() if not type(each).__module__.startswith(_NOT_OF_SCRIPT)]
+            if not look.copies and any(asks_for_training(type(each).forward) for each in own):
+                seen.because = "the model asks for it, and its workers exchange something in each forward pass"
+            return _surely(look, seen, make, rule)
+        except Exception as error:
+            # Where workers exchange something, collectives would not match; a loss that differentiates itself fails
+            # alike on all of them.
+            if not look.copies and "does not require grad" not in str(error):
+                raise
+            seen.because = words(error)
+    return seen
 
-    @contextmanager
-    def _shown(self, *, training: bool, shares: bool = True) -> Iterator[nn.Module]:
-        """A copy whose modules are in training mode where the script has written them. It `shares` what is trained.
 
-        `training`: whether a user's step sees a model in that mode, too. Without copies the model, in evaluation mode.
-        """
-        module = self.module
-        if not self.copies:
-            with in_evaluation(module), acting(_AsEvaluated()):
-                yield module
-            return
-        if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
-            raise NotTried("its frozen parameters are too large for a copy")
-        # Others that share their memory: gradients and hooks stay with those that are trained.
-        trained = [each for each in module.parameters() if shares and each.requires_grad]
-        plain = {id(each): nn.Parameter(each.detach()) for each in trained if type(each) is nn.Parameter}
-        known: dict[int, Tensor] = {id(each): plain.get(id(each), each) for each in trained}
-        copied = copy.deepcopy(module, known | without_graph(module))
-        for each, own in zip(copied.parameters(), module.parameters(), strict=True):
-            _hook(each, own)
-        prepare(copied)  # copies are of PyTorch's own classes
-        for part in copied.modules():
-            part.training = any(part.children()) or not type(part).__module__.startswith("torch.")
-        model_of(copied).training = training or self.forward.step is None
-        with acting(_AsEvaluated()):
-            yield copied
+def _surely(look: Look, seen: Seen, make: MakeBatch, rule: Rule | None) -> Seen:
+    """The same in float64, where there were differences that may or may not be rounding."""
+    is_large = sum(map(Tensor.numel, look.module.parameters())) > _MOST_COPIED
+    if seen.off <= comparison.SURE or not look.copies or is_large:
+        return seen
 
-    def _parts_of(self, piece: LoadedPiece) -> MakeBatch:
-        """What makes a batch of the samples of `piece` from one number to another.
+    def doubled(begin: int, end: int) -> Any:
+        return mapped(make(begin, end), lambda each: each.double() if each.is_floating_point() else each)
 
-        Raises:
-            NotTried: nothing does.
-        """
-        batch, count, fetcher, cannot = piece.batch, len(piece.plan.indices), self.fetcher, ""
-        try:
-            _rows(batch, count, 0, count)
-        except NotTried as error:
-            cannot = str(error)
-        if fetcher is not None and (fetcher.collates or cannot):
-            samples = fetcher.samples(self.epoch, piece.plan.indices)
-            randomness.seed_compute(0)
-            before = randomness.states()
-            fetcher.collate(samples)
-            if not randomness.drawn_since(before):
-                return lambda begin, end: fetcher.collate(samples[begin:end])
-            cannot = cannot and "collate draws random numbers"
-        if cannot:
-            raise NotTried(cannot)
-        return partial(_rows, batch, count)
+    exact, default = Seen(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with _shown(look, shares=False) as module:
+            module.to(torch.float64)
+            Comparison(look, module, exact).run(doubled(0, seen.samples), seen.samples, doubled, rule)
+    except Exception:  # something is made in float32, and does not go with float64
+        return seen
+    finally:
+        torch.set_default_dtype(default)
+    beside = {**seen.beside, comparison.CHANGES_GRADIENTS: exact.beside.get(comparison.CHANGES_GRADIENTS, "")}
+    return replace(exact, because=seen.because, names=seen.names, beside=beside)
+
+
+_NOT_OF_SCRIPT = ("torch.", "manyhosts.")
+
+
+@contextmanager
+def _shown(look: Look, *, shares: bool = True) -> Iterator[nn.Module]:
+    """A copy whose modules are in training mode where the script has written them. It `shares` what is trained.
+
+    Without copies the model, in evaluation mode.
+    """
+    module = look.module
+    if not look.copies:
+        with in_evaluation(module), acting(_AsEvaluated()):
+            yield module
+        return
+    if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
+        raise NotTried("its frozen parameters are too large for a copy")
+    # Others that share their memory: gradients and hooks stay with those that are trained.
+    trained = [each for each in module.parameters() if shares and each.requires_grad]
+    plain = {id(each): nn.Parameter(each.detach()) for each in trained if type(each) is nn.Parameter}
+    known: dict[int, Tensor] = {id(each): plain.get(id(each), each) for each in trained}
+    copied = copy.deepcopy(module, known | without_graph(module))
+    for each, own in zip(copied.parameters(), module.parameters(), strict=True):
+        _hook(each, own)
+    prepare(copied)  # copies are of PyTorch's own classes
+    for part in copied.modules():
+        part.training = any(part.children()) or not type(part).__module__.startswith("torch.")
+    model_of(copied).training = True
+    with acting(_AsEvaluated()):
+        yield copied
+
+
+def _parts_of(look: Look, piece: LoadedPiece) -> MakeBatch:
+    """What makes a batch of the samples of `piece` from one number to another.
+
+    Raises:
+        NotTried: nothing does.
+    """
+    batch, count, fetcher = mapped(piece.batch, lambda each: each), len(piece.plan.indices), look.fetcher
+    # A column may be of texts, one for each sample, as `default_collate` makes it.
+    cannot = any(not _is_column(each) or len(each) != count for each in tree_leaves(batch, is_leaf=_is_column))
+    if fetcher is not None and (fetcher.collates or cannot):
+        samples = fetcher.samples(look.epoch, piece.plan.indices)
+        randomness.seed_compute(0)
+        before = randomness.states()
+        fetcher.collate(samples)
+        if not randomness.drawn_since(before):
+            return lambda begin, end: fetcher.collate(samples[begin:end])
+    if cannot:
+        raise NotTried(
+            "its batch cannot be cut, and comes from a stream" if fetcher is None else "collate draws random numbers"
+        )
+    return lambda begin, end: tree_map(lambda each: each[begin:end], batch, is_leaf=_is_column)
+
+
+def _is_column(each: Any) -> bool:
+    if isinstance(each, list | tuple):
+        return bool(each) and not any(isinstance(item, Tensor | Mapping | list | tuple) for item in each)
+    return isinstance(each, Tensor) and each.dim() > 0
 
 
 def _hook(copied: Tensor, own: Tensor) -> None:
@@ -313,25 +272,6 @@ def _hook(copied: Tensor, own: Tensor) -> None:
     for hook in (getattr(own, "_post_accumulate_grad_hooks", None) or {}).values():
         if not str(getattr(hook, "__module__", "")).startswith("manyhosts."):
             copied.register_post_accumulate_grad_hook(hook)
-
-
-def _rows(batch: Any, count: int, begin: int, end: int) -> Any:
-    """Those of some samples, of a batch of tensors with `count` rows each, and of columns of as many texts.
-
-    Raises:
-        NotTried: it is made of something else.
-    """
-    if isinstance(batch, Tensor) and batch.dim() and len(batch) == count:
-        return batch[begin:end]
-    if isinstance(batch, Mapping) and batch:
-        return {key: _rows(value, count, begin, end) for key, value in batch.items()}
-    if isinstance(batch, list | tuple) and batch:
-        # One text or the like for each sample, as `default_collate` makes it.
-        if len(batch) == count and not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
-            return batch[begin:end]
-        rows = [_rows(value, count, begin, end) for value in batch]
-        return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)
-    raise NotTried("its batch cannot be cut, and comes from a stream")
 
 
 class _AsEvaluated:

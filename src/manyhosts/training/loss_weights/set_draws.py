@@ -46,12 +46,13 @@ class SetDraws(TorchDispatchMode):
         """Call the operator, and change what it has drawn.
 
         Raises:
-            WouldWrite: it would change a tensor that is there before, and will be afterwards.
+            NotTried: it would change a tensor that is there before, and will be afterwards.
         """
         given = kwargs or {}
         own = self._own
         if own is not None and func._schema.is_mutable and not own.issuperset(_written(func, args, given)):
-            raise WouldWrite(f"torch.{_name(func)} changes a tensor that outlasts the pass")
+            what = f"torch.{_name(func)} changes a tensor that outlasts the pass"
+            raise NotTried(f"a forward pass would change what is to be kept: {what}")
         found = self._called(func, args, given)
         if own is not None and not any(each.alias_info for each in func._schema.returns):
             own.update(map(_memory, _tensors(found)))
@@ -89,8 +90,8 @@ class SetDraws(TorchDispatchMode):
         return _MADE[name](given, self.value)
 
 
-class WouldWrite(Exception):
-    """A pass would change what it is not to change."""
+class NotTried(Exception):
+    """Why a look cannot be tried, in words."""
 
 
 def _memory(tensor: Tensor) -> int:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import tensors_of
-from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.training.loss_weights.means import (
     LOOKED_FOR,
@@ -78,8 +76,8 @@ class Weighing:
         """Of the losses that `weight` gives a number each for; one without a name where it gives one number."""
         self.looks: Callable[[LoadedPiece], str] | None = None
         """Tells of a piece why its loss is no mean over its planned samples; empty where it is one."""
-        self.rows: tuple[int, int] | None = None
-        """Rows of a batch, and its planned samples, where pieces count by these and all had as many rows each."""
+        self.rows = 0
+        """Of a batch for each of its planned samples; 0 before the first one."""
         self.must_look = self.classes is not None and all_count is None
         """Whether only batches show if targets are left out."""
 
@@ -150,20 +148,6 @@ class Weighing:
         several = None if self.names == ("",) else shares
         return replace(piece, plan=replace(piece.plan, weight=weight, shares=several))
 
-    def learn_names(self, pieces: Sequence[LoadedPiece]) -> None:
-        """Find which losses `weight` gives a number for. All workers call this, before the first step.
-
-        Raises:
-            ConfigError: it gives some here and others elsewhere.
-        """
-        assert self.rule is not None, "without a rule nothing has names"
-        found: list[list[str]] = []
-        for piece in pieces[:1]:
-            with suppress(Exception):  # `of` says what is wrong with it
-                found.append(sorted(counted(self.rule, piece.batch)))
-        reported = [tuple(each) for row in gather_plain(self.world, found) for each in row]
-        self.names = reported[0] if reported else ("",)
-
     def _share(self, piece: LoadedPiece, totals: Mapping[str, float]) -> LoadedPiece:
         """A piece of another worker's, which is computed here once more: with the weight that it has there."""
         if not piece.plan.weight or not any(totals.values()):
@@ -190,10 +174,11 @@ class Weighing:
         """The batch of a piece, of which every target counts."""
         batch = piece.batch
         if piece.plan.weight:
-            has_others = self.looks is not None and self._has_other_rows(piece.plan, batch)
+            planned, rows = len(piece.plan.indices), rows_of(batch)
+            has_others = self.looks is not None and self._has_other_rows(planned, rows)
             if has_others and self.looks and (what := self.looks(LoadedPiece(piece.plan, batch))):
                 raise ConfigError(
-                    f"the batch of a piece of {len(piece.plan.indices)} samples has {rows_of(batch)} rows, and {what}",
+                    f"the batch of a piece of {planned} samples has {rows} rows, and {what}",
                     where=f"mh.Data(collate=…), step {number}",
                     fix="leave no sample out in collate or __getitem__, or give weight=function(batch) -> what is left",
                 )
@@ -207,14 +192,12 @@ class Weighing:
                 )
         return batch
 
-    def _has_other_rows(self, plan: PiecePlan, batch: Any) -> bool:
+    def _has_other_rows(self, planned: int, rows: int | None) -> bool:
         """Whether a batch has other rows for each planned sample than the first one had."""
-        rows, planned = rows_of(batch), len(plan.indices)
         if rows is None or self.said is not None:
             return False
-        if self.rows is None and rows % planned == 0:
-            self.rows = (rows, planned)
-        return self.rows is None or rows * self.rows[1] != self.rows[0] * planned
+        self.rows = self.rows or rows // planned
+        return rows != self.rows * planned
 
 
 def rows_of(batch: Any) -> int | None:

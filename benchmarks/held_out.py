@@ -1,6 +1,6 @@
 """How far off is `manyhosts plan` on models that compute for real, and that its model of a step was not made by?
 
-    python benchmarks/held_out.py                                         # as root, on Linux: it makes hosts; 12 minutes
+    python benchmarks/held_out.py                                         # root, Linux: it makes hosts; 12 minutes
     python benchmarks/held_out.py --models gpt,lstm --links host --quick  # a part: its lines replace those recorded
     python benchmarks/held_out.py --page                                  # write everything again from what is recorded
 
@@ -8,7 +8,8 @@ Six kinds of models (`held_out_train.py`): a CNN with BatchNorm, an LSTM, a GPT,
 embedding, a small CNN whose samples are slow to read, and a classifier with a huge last layer. On this host alone and
 on hosts of it behind cables of 100 Mbit/s and 1 Gbit/s, `manyhosts plan` measures each for some seconds, and predicts
 one worker, and more of them without compression, with bf16 and with PowerSGD. Then each of these is trained, some
-seconds after the start, when nothing is loaded any more, and the median of its steps is compared. Nothing sleeps: hosts of one machine share its cores. Nothing is calibrated.
+seconds after the start, when nothing is loaded any more, and the median of its steps is compared. Nothing sleeps: hosts
+of one machine share its cores. Nothing is calibrated.
 
 A size is a case for the advice: of one worker and of the ways of that size the one that `recommend` names is compared
 with the fastest that was measured. How wide the interval of a prediction has to be is learned from the other kinds of

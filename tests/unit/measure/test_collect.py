@@ -33,7 +33,8 @@ class Hosts:
             return reported
         in_parts = settings_of(asked(), request).get("strategy", self.strategy) == "fsdp"
         said: dict[str, Any] = {
-            "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001, "bandwidth": 1000.0, "owners_bandwidth": 800.0,
+            "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001,
+            "bandwidth": 1000.0, "owners_bandwidth": 800.0,
             "of_one_machine": self.sharing, "pass_spread_s": 0.2 * self.pass_s, "spread": 0.05,
             "processor_s_per_message": 0.01, "processor_s_per_byte": 1e-9,
         }  # fmt: skip

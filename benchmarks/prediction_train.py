@@ -109,6 +109,9 @@ def train_each(make: Callable[[str, str], mh.Trainer]) -> None:
     torch.set_num_threads(1)
     names, compressions = (words.split(",") for words in sys.argv[1:3])
     steps = int(os.environ.get("STEPS", "12"))
+    if settle := os.environ.get("SETTLE"):
+        # Some seconds after a start each host loads what a lost worker would need, and has no core to spare meanwhile.
+        make(names[0], compressions[0]).fit(settle)
     for name in names:
         for compression in compressions:
             trainer = make(name, compression)

@@ -121,6 +121,9 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
     ("docs/serving.md", "64 clients got {:.1f} times the answers that plain uvicorn"): lambda: (
         first("serving.md", "manyhosts, batch 16 | 64", 4),
     ),
+    ("docs/serving.md", "killed under load, an export of {} MB"): lambda: tuple(
+        re.findall(r"The model has (\d+) MB of weights", words("benchmarks/serving_killed.md"))
+    ),
     ("docs/serving.md", "{:.1f} s later, a model cut over two processes {:.1f} s later"): lambda: (
         first("serving_killed.md", "an export, one process", 2),
         first("serving_killed.md", "a run, cut over two processes", 2),
@@ -138,13 +141,53 @@ CLAIMS: dict[tuple[str, str], Callable[[], tuple[float | str, ...]]] = {
 }
 
 
+LIMITS: dict[str, str] = {
+    "docs/analyse.md": "95 %",
+    "docs/clusters.md": "10 MB | 20 s | 200 MB | 30 s | 5 s | 90 seconds",
+    "docs/doctor.md": "0.5 % | 1.3 times below | 1.4 times below | 20 % | 5 s | 5 times above | 90 s",
+    "docs/errors.md": "1 MB | 90 s",
+    "docs/hangs.md": "10 s | 2 s | 2.25 s | 3 s | 30 s | 600 s",
+    "docs/kubernetes.md": "1 MB | 8s",
+    "docs/large-models.md": "64 MB",
+    "docs/plan.md": "2 % | 2 MB | 5 % | 6 % | 68 % | 8 MB",
+    "docs/security.md": "30 s | 5 s",
+    "docs/serving.md": "1 % | 99 %",
+    "docs/slow-networks.md": "0.8 s | 1.5 times as | 100 MB | 5 % | 5 s",
+    "docs/study.md": "10 % | 90 % | 95 %",
+    "docs/tune.md": "95 %",
+    "docs/when-something-dies.md": "10 s | 15 s | 2 s | 30 s | 300 s",
+    "docs/where-time-goes.md": "5 s",
+}
+"""By page, what is no measurement: limits, durations and tolerances of the code, and examples with round numbers."""
+_FIGURE = r"\d[\d,.]* ?(?:%|ms\b|s\b|seconds\b|times (?:as|the|below|above|longer)\b|points\b|MB\b)"
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+
+def figures_of(page: str) -> set[str]:
+    """Numbers with a unit that a page has outside of code, and that no record is read for."""
+    text = " ".join(re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL).split())
+    for of, sentence in CLAIMS:
+        if of == page:
+            text = text.replace(sentence.format(*CLAIMS[of, sentence]()), "")
+    text = re.sub(r"<!-- made by .*? -->.*?<!-- end -->", "", text)  # a script writes it: see below
+    return set(re.findall(_FIGURE, re.sub(r"`[^`]*`", "", text)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figure_that_no_record_is_read_for_is_a_limit_and_no_measurement(page: str) -> None:
+    known = set(filter(None, LIMITS.get(page, "").split(" | ")))
+    found = figures_of(page)
+    assert found <= known, f"{sorted(found - known)}: read it from a record in CLAIMS, or name it in LIMITS"
+    assert found == known, f"{sorted(known - found)} stands there no more"
+
+
 @pytest.mark.parametrize(("page", "sentence"), CLAIMS)
 def test_figure_is_the_one_in_its_record(page: str, sentence: str) -> None:
     reported = sentence.format(*CLAIMS[page, sentence]())
     assert reported in words(page), f"{page} is to say {reported!r}"
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("page", PAGES)
 def test_figure_beside_a_link_to_a_record_is_read_from_it(page: str) -> None:
     """A sentence that names a record may have no figure of its own that no line of `CLAIMS` reads."""
     text = words(page)

@@ -78,6 +78,22 @@ def test_unknown_key_is_refused_with_the_nearest_and_the_way_to_all() -> None:
     assert len(refused.value.fix) < 200, "nobody reads fifty names"
 
 
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        ("epochs=2", 'duration="2 epochs"'),
+        ("max_steps=50", 'duration="50 steps"'),
+        ("learning_rate=3e-4", "lr=3e-4"),
+        ("num_workers=4", "loader_workers=4 (processes that read); --workers 4"),
+        ("epochs=many", 'duration="20 epochs"'),
+    ],
+)
+def test_name_of_another_program_is_answered_with_ours_and_the_amount_that_was_typed(typed: str, written: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        overrides.parse([typed])
+    assert refused.value.fix.startswith(f"write --set {written}")
+
+
 def test_table_has_every_key_with_its_default() -> None:
     table = dict(overrides.table())
     assert list(table) == overrides.known_keys()

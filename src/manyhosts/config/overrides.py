@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from manyhosts.config.settings import Settings
@@ -49,7 +51,7 @@ def parse(words: Iterable[str]) -> dict[str, str]:
                 fix="write it as --set key=value, or name a .yaml file of settings",
             )
         overrides[key.strip()] = text.strip()
-    check_keys(overrides)
+    check_keys(overrides, overrides)
     for key, text in overrides.items():
         check_value(key, text, where="--set")
     return overrides
@@ -99,32 +101,43 @@ def known_keys() -> list[str]:
     return sorted(keys)
 
 
-def check_keys(overrides: Iterable[str]) -> None:
-    """Raise ConfigError for the first key that is no setting, with the nearest one that is."""
+def check_keys(overrides: Iterable[str], values: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise ConfigError for the first key that is no setting, with the nearest one that is.
+
+    `values`: what was typed for them, where one value was; it stands in what is to be written instead.
+    """
     known = known_keys()
     for key in overrides:
         if key not in known:
             raise ConfigError(
                 f"there is no setting named {key!r}",
                 where="--set",
-                fix=f"{_called(key)}{nearest(key, known)}{_like(key, known)}all of them: manyhosts run --set help",
+                fix=f"{_called(key, values.get(key, ''))}{nearest(key, known)}{_like(key, known)}"
+                "all of them: manyhosts run --set help",
             )
 
 
 _CALLED = {
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "epoch"), 'duration="20 epochs"'),
-    **dict.fromkeys(("steps", "max_steps", "iterations"), 'duration="500 steps"'),
-    **dict.fromkeys(("learning_rate", "learning-rate"), "lr=0.001"),
-    **dict.fromkeys(("batch", "bs"), "batch_size=64"),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "epoch"), ('duration="{} epochs"', "20")),
+    **dict.fromkeys(("steps", "max_steps", "iterations"), ('duration="{} steps"', "500")),
+    **dict.fromkeys(("learning_rate", "learning-rate"), ("lr={}", "0.001")),
+    **dict.fromkeys(("batch", "bs"), ("batch_size={}", "64")),
     **dict.fromkeys(
-        ("num_workers", "workers"), "loader_workers=2 (processes that read); --workers 2 for those that train"
+        ("num_workers", "workers"),
+        ("loader_workers={0} (processes that read); --workers {0} for those that train", "2"),
     ),
 }
-"""What other programs call a setting of ours, and how it is written here."""
+"""What other programs call a setting of ours, and how it is written here, with an amount where none was given."""
 
 
-def _called(key: str) -> str:
-    return f"write --set {_CALLED[key]}; " if key in _CALLED else ""
+def _called(key: str, value: str) -> str:
+    if key not in _CALLED:
+        return ""
+    written, example = _CALLED[key]
+    return f"write --set {written.format(value if _AMOUNT.fullmatch(value) else example)}; "
+
+
+_AMOUNT = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 
 
 def check_value(key: str, text: str, *, where: str) -> None:

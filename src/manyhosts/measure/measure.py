@@ -184,6 +184,7 @@ def _network(said: Mapping[str, Any], *, senders: int = 1) -> Network:
     return Network(
         latency_s=said["latency_s"],
         bytes_per_second=senders * said["bandwidth"],
+        owners_bytes_per_second=senders * said["owners_bandwidth"],
         processor_s_per_message=said["processor_s_per_message"],
         processor_s_per_byte=said["processor_s_per_byte"],
         spread=said["spread"],

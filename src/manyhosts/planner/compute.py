@@ -91,11 +91,16 @@ def pass_cores(measured: Measured) -> float:
     return measured.threads if measured.pass_cores is None else min(measured.pass_cores, measured.threads)
 
 
+def cores_of(measured: Measured, group: Group) -> float:
+    """Of one worker of a CPU: its share of those of its machine."""
+    return (group.cores or measured.cores) / group.beside
+
+
 def crowding(measured: Measured, group: Group) -> float:
     """How many times as long what keeps one core busy takes where the workers of a machine are more than its cores."""
     if measured.device != "cpu":
         return 1.0
-    return max(1.0, group.beside / (group.cores or measured.cores))
+    return max(1.0, 1 / cores_of(measured, group))
 
 
 def seconds(measured: Sequence[Compute], samples: int, of: Callable[[Compute], float]) -> float:

@@ -38,7 +38,7 @@ class Group:
         """Workers that share the cores of one machine."""
         return self.workers_per_node * min(self.nodes, self.hosts_per_machine)
 
-    def processor_seconds(self, sent: float, messages: int) -> float:
+    def processor_seconds(self, sent: float, messages: float) -> float:
         """That sending `sent` bytes in `messages`, and taking in as much, keeps a worker's cores busy."""
         network = self.between if self.nodes > 1 else self.within
         return messages * network.processor_s_per_message + sent * network.processor_s_per_byte
@@ -49,6 +49,14 @@ class Group:
         A ring passes each machine's connection once, however many workers the machine has.
         """
         return self._ring(2 * (self.workers - 1), payload / max(1, self.workers))
+
+    def through_owners(self, payload: float) -> float:
+        """The same sum where every worker owns a part: it is sent the others' of it at once, and sends all the sum."""
+        between, within = (
+            replace(network, bytes_per_second=network.owners_bytes_per_second or network.bytes_per_second)
+            for network in (self.between, self.within)
+        )
+        return replace(self, between=between, within=within).all_reduce(payload)
 
     def all_gather(self, payload: float) -> float:
         """Seconds until each worker's `payload` bytes have reached all others, in a ring."""

@@ -55,6 +55,8 @@ class Compression:
     """What each worker sends to every other one: `W-1` times."""
     exchanges: int
     """Collectives in a step."""
+    through_owners: bool = False
+    """Whether what is summed goes to the owner of each part and from there to all, in whole messages, not in a ring."""
     spread: float = 0.0
     """Standard deviation of the arithmetic, over itself. 0: not known."""
 
@@ -88,6 +90,9 @@ class Network:
     """Of one message of next to nothing, from one worker to another."""
     bytes_per_second: float
     """Of one machine's connection in one direction; within a machine, of what its workers share."""
+    owners_bytes_per_second: float = 0.0
+    """The same where each worker sends every other one its part in one message, as sums through owners do. TCP keeps
+    up with those less well than with the small pieces of a ring. 0: not known, so as well."""
     processor_s_per_message: float = 0.0
     """That a message keeps a core of its sender busy, to send one and to take one in. 0: not known."""
     processor_s_per_byte: float = 0.0
@@ -126,6 +131,7 @@ class Network:
             self,
             latency_s=self.latency_s * times,
             bytes_per_second=self.bytes_per_second / times,
+            owners_bytes_per_second=self.owners_bytes_per_second / times,
             processor_s_per_message=self.processor_s_per_message * times,
             processor_s_per_byte=self.processor_s_per_byte * times,
         )

@@ -5,11 +5,15 @@ data_wait + compute + straggler + communication_exposed + update + other
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from manyhosts.planner.compute import Passes, crowding, pass_cores, passes, share_of, slowdown
+from manyhosts.planner import overlap
+from manyhosts.planner.compute import Passes, cores_of, crowding, pass_cores, passes, share_of, slowdown
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
+from manyhosts.planner.overlap import Transfer
 from manyhosts.planner.slowest import expected_largest
 
 _THROUGH_MEMORY_S = 3e-5
@@ -49,6 +53,10 @@ class Timeline:
     """Exchanging the statistics of BatchNorm layers before the last backward pass. Nothing hides it."""
     batch_norm_backward: float
     """The same in the last backward pass."""
+    meetings: int = 0
+    """How often the workers wait for each other within the passes."""
+    processor_s: float = 0.0
+    """That these exchanges keep a worker's cores busy."""
 
     @property
     def backward_begins(self) -> float:
@@ -71,29 +79,40 @@ def timeline(measured: Measured, group: Group) -> Timeline:
     layers = measured.batch_norm_layers if measured.virtual_workers is None else 0
     if not layers or group.workers == 1:
         return Timeline(passes=own, batch_norm_forward=0.0, batch_norm_backward=0.0)
-    of_layer = measured.batch_norm_bytes / layers
+    of_layer, processor_s = measured.batch_norm_bytes / layers, 0.0
     if group.nodes == 1 and measured.device == "cpu":
         forward = backward = layers * _THROUGH_MEMORY_S * (group.workers - 1)
     else:
-        forward, backward = layers * group.all_gather(of_layer), layers * group.all_reduce(of_layer)
+        # As long as the messages take, or the cores that the workers of a machine share with each other.
+        others = group.workers - 1
+        busy = [
+            layers * group.processor_seconds(sent * of_layer, messages)
+            for sent, messages in ((others, others), (2 * others / group.workers, 2 * others))
+        ]
+        processor_s = own.micro_batches * sum(busy)
+        cores = cores_of(measured, group) if measured.device == "cpu" else math.inf
+        forward = max(layers * group.all_gather(of_layer), busy[0] / cores)
+        backward = max(layers * group.all_reduce(of_layer), busy[1] / cores)
     times = own.micro_batches
     return Timeline(
-        passes=own, batch_norm_forward=times * forward + (times - 1) * backward, batch_norm_backward=backward
+        passes=own,
+        batch_norm_forward=times * forward + (times - 1) * backward,
+        batch_norm_backward=backward,
+        meetings=2 * layers * times,
+        processor_s=processor_s,
     )
 
 
-def exposed_after(measured: Measured, group: Group, lines: Timeline, *, last_end: float, processor_s: float) -> float:
-    """Seconds for which exchanges continue after the passes: until the last has come, and the cores have done their
-    part.
-
-    Exchanging keeps cores of each worker busy for `processor_s`, from when the first bucket is ready: packing, sending,
-    adding up. Workers that share a machine's cores wait for each other there, however fast the wire is; and what the
-    passes still compute from then on wants the same cores.
+def exposed_after(
+    measured: Measured, group: Group, lines: Timeline, transfers: Iterable[Transfer], *, queues: int = 1
+) -> float:
+    """Seconds that a step takes longer for its `transfers`: those that continue after the passes, and those by which
+    they make passes longer whose cores they need.
     """
-    ready, crowded = measured.buckets[0].ready, crowding(measured, group)
-    left_s = (1 - ready) * passes(measured, group).backward / slowdown(measured, group)
-    busy_s = processor_s + (pass_cores(measured) * left_s if crowded > 1 else 0.0)
-    return max(0.0, last_end - lines.ends, lines.when(ready) + crowded * busy_s - lines.ends)
+    passes = overlap.Passes(seconds=lines.ends, cores=cores_of(measured, group), busy=pass_cores(measured))
+    if measured.device != "cpu":
+        passes = replace(passes, cores=math.inf, busy=0.0)
+    return max(0.0, overlap.last_end(transfers, queues=queues, passes=passes) - lines.ends)
 
 
 def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: float) -> Step:
@@ -103,13 +122,19 @@ def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: floa
     own = lines.passes
     without_data = Step(
         compute=own.total,
-        straggler=own.spread * expected_largest(group.workers),
+        # Passes that are cut by meetings wait in each of them for whoever is last there. Where what varies is
+        # independent from one to the next, a part of a step that is an n-th of it varies by the root of an n-th.
+        straggler=math.sqrt(1 + lines.meetings) * own.spread * expected_largest(group.workers),
         communication_exposed=exposed + lines.batch_norm_forward + lines.batch_norm_backward,
         data_wait=0.0,
         update=slower * measured.update_s,
         other=slower * measured.step_other_s,
     )
-    return replace(without_data, data_wait=data_wait(measured, group, beside=without_data.seconds))
+    busy_s = own.total / slowdown(measured, group) * pass_cores(measured) + measured.update_s + measured.step_other_s
+    return replace(
+        without_data,
+        data_wait=data_wait(measured, group, beside=without_data.seconds, busy_s=busy_s + lines.processor_s),
+    )
 
 
 def longer(step: Step, compute_s: float, measured: Measured) -> Step:
@@ -118,16 +143,21 @@ def longer(step: Step, compute_s: float, measured: Measured) -> Step:
     return replace(step, compute=step.compute + compute_s, data_wait=max(0.0, step.data_wait - beside))
 
 
-def data_wait(measured: Measured, group: Group, *, beside: float) -> float:
+def data_wait(measured: Measured, group: Group, *, beside: float, busy_s: float = 0.0) -> float:
     """Seconds of a step that its samples are waited for; `beside` are those of all else in it.
 
     Loader processes fetch while the step runs, so only what takes them longer than it is waited for. Without them the
     worker fetches for itself, and nothing runs beside it. Workers of one machine share its cores, which bound what all
-    their loaders give together.
+    their loaders give together; where loader processes are more than the cores that are left, with what the rest of
+    the step keeps busy for `busy_s`.
     """
     rate, cores = measured.loader_samples_per_second, group.cores or measured.cores
     busy = measured.loader_processor_s
     if busy is None:
         busy = max(1, measured.loader_processes) / rate
-    fetching = share_of(measured, group.workers) * max(1 / rate, group.beside * busy / cores)
-    return fetching if measured.loader_processes == 0 else max(0.0, fetching - beside)
+    share = share_of(measured, group.workers)
+    fetching = share * max(1 / rate, group.beside * busy / cores)
+    if measured.loader_processes == 0:
+        return fetching
+    own_s = busy_s if measured.device == "cpu" else 0.0
+    return max(0.0, fetching - beside, group.beside * (share * busy + own_s) / cores - beside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,11 +58,22 @@ def _read(path: Path) -> ListedRun:
     try:
         return _of(path)
     except ConfigError as error:
-        state = "running" if run_lock.goes_on(path) else "no record"
+        failed = "" if run_lock.goes_on(path) else _failed_early(path)
+        state = "running" if run_lock.goes_on(path) else "failed" if failed else "no record"
+        reason = failed or error.what
         return ListedRun(
-            directory=str(path), handle=handle_of(path), script="", state=state, reason=error.what, started=None,
+            directory=str(path), handle=handle_of(path), script="", state=state, reason=reason, started=None,
             workers=None, steps=0, seconds=0.0, best={},
         )  # fmt: skip
+
+
+def _failed_early(path: Path) -> str:
+    """How a script failed that had not begun to train, by what its workers left beside their logs; else empty."""
+    for left in sorted((path / "logs").glob("*-error-*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            what = json.loads(left.read_text())["message"]["message"]
+            return f"{what}, before training began; its log is in {left.parent}"
+    return ""
 
 
 def _of(path: Path) -> ListedRun:

@@ -104,7 +104,7 @@ def workers_by_steps(run: Run) -> str:
     everybody = sorted({who for window in windows for who in window.times})
     own = [spent.own_s for window in windows for spent in window.times.values()]
     low, high = min(own), sorted(own)[int(0.98 * (len(own) - 1))]
-    first, last = windows[0].last, windows[-1].last
+    first, last = windows[0].first, windows[-1].last
     rows = [Strip(str(who), _cells(who, windows, low, high)) for who in everybody]
     drawn = strips(rows, label="Seconds of a step by worker and step", ends=_between(first, last), thin=True)
     words = (
@@ -192,7 +192,7 @@ def _cells(who: Who, windows: Sequence[Window], low: float, high: float) -> list
         spent = window.times.get(who)
         if spent is not None:
             share = (spent.own_s - low) / (high - low) if high > low else 0.0
-            words = f"up to step {window.last:,}: {_milliseconds(spent.own_s)}"
+            words = f"steps {window.first:,} to {window.last:,}: {_milliseconds(spent.own_s)}"
             pieces.append(Piece(place / count, (place + 1) / count, shade(share), words))
     return pieces
 

@@ -53,8 +53,9 @@ Times = Mapping[Who, Spent]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """All workers over the steps up to `last`."""
+    """All workers over the steps from `first` to `last`."""
 
+    first: int
     last: int
     times: Times
 
@@ -66,12 +67,13 @@ class Windows(Blocks[Window]):
 
     @staticmethod
     def merged(blocks: Sequence[Window]) -> Window:
-        """The times of all added, up to the last step."""
-        return Window(blocks[-1].last, added(*(window.times for window in blocks)))
+        """The times of all added, from the first step to the last."""
+        return Window(blocks[0].first, blocks[-1].last, added(*(window.times for window in blocks)))
 
     def add(self, step: int, times: Times) -> None:
         """Those of the steps that end with `step`."""
-        self.take(Window(step, times))
+        steps = max((spent.steps for spent in times.values()), default=1)
+        self.take(Window(step - steps + 1, step, times))
 
     def total(self) -> dict[Who, Spent]:
         """Of each worker, over the whole run, by rank."""

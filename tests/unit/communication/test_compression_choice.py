@@ -30,6 +30,10 @@ def test_bytes_of_a_rehearsal_are_those_of_the_formulas(name: str, sent: float) 
     assert COSTS[name].bytes_sent == pytest.approx(sent, rel=0.001)
 
 
+def test_rehearsal_tells_whether_parts_go_to_owners() -> None:
+    assert {name for name, cost in COSTS.items() if cost.through_owners} == {"fp16", "bf16", "int8"}
+
+
 def cable(name: str, inside_node: str) -> float:
     """Of eight workers, two on each node."""
     config = DDP(inside_node=inside_node)  # type: ignore[arg-type]

@@ -33,7 +33,8 @@ class Hosts:
             return reported
         in_parts = settings_of(asked(), request).get("strategy", self.strategy) == "fsdp"
         said: dict[str, Any] = {
-            "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001, "bandwidth": 1000.0,
+            "samples": 9, "pass_s": self.pass_s * (10 if in_parts else 1), "latency_s": 0.001,
+            "bandwidth": 1000.0, "owners_bandwidth": 800.0,
             "of_one_machine": self.sharing, "pass_spread_s": 0.2 * self.pass_s, "spread": 0.05,
             "processor_s_per_message": 0.01, "processor_s_per_byte": 1e-9,
         }  # fmt: skip
@@ -84,3 +85,4 @@ def test_several_workers_of_a_host_are_no_hosts_of_one_machine() -> None:
     assert found.measured.contention == {2: 1.0}
     assert found.within is not None
     assert found.within.bytes_per_second == 2000
+    assert found.within.owners_bytes_per_second == 1600

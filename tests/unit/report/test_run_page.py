@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from html_pages import Page
-from made_runs import HOSTS, make_run, story
+from made_runs import HOSTS, make_run, story, timed
 from stories import record, started, stepped, validated
 
 from manyhosts.cli.report import report
@@ -21,6 +23,7 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import summarise
 from manyhosts.report.run import read_run
+from manyhosts.report.run_list import listed
 from manyhosts.report.run_page import run_page
 
 
@@ -121,6 +124,26 @@ def test_run_of_one_step_whose_loss_is_no_number_has_no_empty_plot(tmp_path: Pat
 def test_run_of_several_workers_without_their_times_says_whose_they_are(tmp_path: Path) -> None:
     make_run(tmp_path, list(story(hosts=["here"])), hosts=HOSTS)
     assert "This record holds the times of rank 0 alone" in words_of(written(tmp_path))
+
+
+def test_map_of_workers_begins_at_the_first_step_and_not_where_its_first_cell_ends(tmp_path: Path) -> None:
+    make_run(tmp_path, [started(), timed(112, 112), timed(224, 112)])
+    text = run_page(read_run(tmp_path))
+    drawn = text[text.index("Workers and steps") : text.index("What happened")]
+    assert "steps 1 to 112: " in drawn
+    assert "steps 113 to 224: " in drawn
+    assert re.findall(r"<span>([\d,]+)</span>", drawn)[-3:] == ["1", "112", "224"]
+
+
+def test_script_that_failed_before_it_trained_is_listed_with_how_it_did(tmp_path: Path) -> None:
+    logs = tmp_path / "early" / "logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "begun" / "logs").mkdir(parents=True)
+    (logs / "vm-0-error-0.json").write_text(json.dumps({"message": {"message": "ValueError: early"}}))
+    early, other = sorted(listed(tmp_path), key=lambda each: each.state)
+    assert (early.state, early.steps) == ("failed", 0)
+    assert early.reason == f"ValueError: early, before training began; its log is in {logs}"
+    assert other.state == "no record"
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:

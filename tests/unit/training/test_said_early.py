@@ -109,3 +109,15 @@ def test_hook_on_a_gradient_is_named_where_a_batch_is_cut_over_workers(tmp_path:
     assert not any("hooks on the gradient" in note for note in fit(tmp_path / "whole", model=clamped))
     with pytest.raises(ConfigError, match="the gradient of 'weight' over some samples is not the mean"):
         fit(tmp_path / "refused", model=clamped, virtual_workers=2)
+
+
+@pytest.mark.parametrize(("samples", "is_said"), [(6, True), (8, False)])
+def test_batch_that_is_larger_than_the_train_set_is_said(samples: int, is_said: bool, tmp_path: Path) -> None:
+    trainer = mh.Trainer(
+        model=nn.Linear(6, 2), loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(train=TensorDataset(torch.randn(samples, 6), torch.randn(samples, 2)), batch_size=8),
+        run_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit("1 epoch")
+    reported = [line["text"] for line in events(tmp_path, "note")]
+    assert ("the train set has 6 samples, and a batch 8: an epoch is one step of all of it" in reported) == is_said

@@ -43,6 +43,8 @@ class Cost:
     exchanges: int
     processor_s: float = 0.0
     """Of all cores together, for the arithmetic."""
+    through_owners: bool = False
+    """Whether parts are sent to the workers that own them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class DryLink(Link):
     """
 
     exchanges = 0
+    through_owners = False
 
     def __init__(self, rank: int, size: int, *, on_cable: int = 1, each: int = 1) -> None:
         """`on_cable`: links that share a node's cable; `each`: workers of this link on a node."""
@@ -88,6 +91,7 @@ class DryLink(Link):
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """The parts as they are."""
+        self.through_owners = True
         sent = volume.all_to_all_bytes(volume.size_of(parts), self.size)
         # What stays on the node does not count; what leaves it does for each of its workers.
         self._count(sent * self.each * (self.size - self.each) // max(1, self.size - 1))
@@ -150,6 +154,7 @@ def cost_of(
         bytes_sent=link.bytes_sent * scale + volume.all_reduce_bytes(exact, size),
         exchanges=math.ceil((link.exchanges + getattr(link.across, "exchanges", 0)) * scale) + len(groups),
         processor_s=processor * scale,
+        through_owners=link.through_owners,
     )
 
 

@@ -259,6 +259,12 @@ class LocalWorkers:
         """Send a signal to the workers themselves, who can say that it was `cause` that ends the run."""
         with contextlib.suppress(OSError):  # then the workers say which signal they were sent
             reports.leave_cause(self._reports.address, cause)
+        if self._fork_server is not None and not self._fork_server.ready:
+            # It loads what they need, which takes long on a busy machine, and has started none of them.
+            for worker in self._watched.values():
+                if worker.worker_id.generation == generation:
+                    worker.end(0, number)
+            return
         self.signal(generation, number, group=False)
 
     def kill_later(self, generation: int, seconds: float) -> None:

@@ -54,6 +54,7 @@ def _figures(several: Sequence[Cost], many: Cost) -> Compression:
         reduced_bytes=round(reduced),
         gathered_bytes=round(gathered),
         exchanges=few.exchanges,
+        through_owners=few.through_owners,
         spread=statistics.pstdev(times) / max(statistics.median(times), 1e-9),
     )
 

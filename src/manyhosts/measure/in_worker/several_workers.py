@@ -10,8 +10,11 @@ from collections import Counter
 
 import torch
 
+from manyhosts import device
 from manyhosts.communication import volume
+from manyhosts.communication.compression.feedback import CHUNK_BYTES
 from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.link import Link
 from manyhosts.communication.probe import probe
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
@@ -27,6 +30,7 @@ _SHARE = 0.6
 _PROBE_S = 0.15
 """Shares of the time: for passes, and for the network."""
 _LINGER_S = 0.3
+_OWNERS_TIMES = 5
 _SMALL_SUMS, _SMALL_COUNT = 20, 1 << 12
 _LARGE_SUMS, _LARGE_COUNT = 5, 1 << 19
 """How many sums tell what they take of a core, and how many numbers are in each. A small one has some for every worker:
@@ -52,6 +56,7 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
     while len(times) < _FEWEST or time.perf_counter() < until:
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
+    owners = owners_bandwidth(world, sum(volume.size_of(each) for each in parts.trained.parameters()) // 2)
     own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])
     all_times, spreads, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
     if world.is_leader:
@@ -64,6 +69,7 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
             pass_spread_s=math.hypot(statistics.mean(spreads), statistics.pstdev(all_times)),
             latency_s=network.latency_s / messages,
             bandwidth=network.bandwidth,
+            owners_bandwidth=owners,
             spread=network.spread,
             processor_s_per_message=statistics.mean(of_message),
             processor_s_per_byte=statistics.mean(of_byte),
@@ -80,6 +86,23 @@ def processor_seconds(world: World) -> tuple[float, float]:
     large = _busy(world, _LARGE_COUNT, _LARGE_SUMS)
     sent = volume.all_reduce_bytes(4 * (_LARGE_COUNT - _SMALL_COUNT), world.size)
     return small / messages, max(0.0, large - small) / sent
+
+
+def owners_bandwidth(world: World, payload: int) -> float:
+    """Bytes that each worker sends in a second where `payload` is summed by the owners of its parts, as much of it as
+    goes at once: the middle one of a few times, and the same on every worker.
+    """
+    link = Link(world.rank, world.size, world.process_group)
+    each = max(1, min(payload, CHUNK_BYTES // 2) // world.size)
+    parts = torch.zeros(world.size, each, dtype=torch.uint8, device=world.device)
+    times = []
+    for _ in range(_OWNERS_TIMES):
+        world.barrier()
+        begin = time.perf_counter()
+        link.all_gather(link.all_to_all(parts)[0])
+        device.wait_for(world.device)
+        times.append(time.perf_counter() - begin)
+    return link.bytes_sent / _OWNERS_TIMES / max(world.agree(statistics.median(times)), 1e-9)
 
 
 def _busy(world: World, count: int, times: int) -> float:

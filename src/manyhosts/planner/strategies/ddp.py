@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from manyhosts.config.strategies import DDP, Single
 from manyhosts.errors import ConfigError
-from manyhosts.planner.compute import pass_cores
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Bucket, Compression, Measured
 from manyhosts.planner.memory import Memory, model_bytes, whole
-from manyhosts.planner.overlap import Transfer, last_end
+from manyhosts.planner.overlap import Transfer
 from manyhosts.planner.step import Step, Timeline, assemble, exposed_after, timeline
 
 QUEUES = 2
 """In which the exchanges of a CPU compute beside each other: see `communication.comm_queue`. A GPU has one."""
+TALLY_BYTES = 64
+"""Of the loss and what workers tell each other in each step, about."""
 CHUNK_BYTES = 8 << 20
 """Of a bucket, that go through a compression at a time."""
 
@@ -33,29 +33,16 @@ class DataParallelModel:
         if group.workers == 1:
             return assemble(measured, group, lines, exposed=0.0)
         if self.config.compression == "none":
-            transfers = [
-                Transfer(ready=lines.when(bucket.ready), wire=group.all_reduce(bucket.bytes))
-                for bucket in measured.buckets
-            ]
-            return assemble(measured, group, lines, exposed=self._exposed(measured, group, lines, last_end(transfers)))
-        way = way_of(measured, self.config.compression)
-        busy = way.arithmetic_s * taken_from_passes(measured, group)
-        slowed = replace(lines, passes=replace(lines.passes, backward=lines.passes.backward + busy))
-        last = last_end(compressed(measured, group, slowed, way), queues=QUEUES if measured.device == "cpu" else 1)
-        return assemble(measured, group, lines, exposed=busy + self._exposed(measured, group, slowed, last, way))
-
-    def _exposed(
-        self, measured: Measured, group: Group, lines: Timeline, last: float, way: Compression | None = None
-    ) -> float:
-        """Seconds after the passes, where the last exchange is over at `last`."""
-        plain = Compression(
-            arithmetic_s=0.0, reduced_bytes=measured.gradient_bytes, gathered_bytes=0, exchanges=len(measured.buckets)
-        )
-        way = way or plain
-        others = group.workers - 1
-        sent = 2 * others / group.workers * way.reduced_bytes + others * way.gathered_bytes
-        processor_s = way.processor_s + group.processor_seconds(sent, 2 * others * way.exchanges)
-        return exposed_after(measured, group, lines, last_end=last, processor_s=processor_s)
+            transfers, queues = plain(measured, group, lines), 1
+        else:
+            way = way_of(measured, self.config.compression)
+            transfers, queues = compressed(measured, group, lines, way), QUEUES if measured.device == "cpu" else 1
+        exposed = exposed_after(measured, group, lines, transfers, queues=queues)
+        if self.config.compression != "none" and self.config.error_feedback:
+            # The loss and the control flags travel behind the gradients, not with them: a last word, see
+            # `strategies.ddp`.
+            exposed += group.all_reduce(TALLY_BYTES)
+        return assemble(measured, group, lines, exposed=exposed)
 
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`. A compression keeps what it dropped, and what it will have dropped after the step."""
@@ -79,29 +66,43 @@ def way_of(measured: Measured, compression: object) -> Compression:
     return measured.compression[str(compression)]
 
 
-def taken_from_passes(measured: Measured, group: Group) -> float:
-    """By what part of its seconds the arithmetic of a compression makes the passes longer that it runs beside.
+def plain(measured: Measured, group: Group, lines: Timeline) -> Iterator[Transfer]:
+    """The buckets as they are, in the order in which they leave."""
+    for bucket in measured.buckets:
+        sending = group.processor_seconds(reduced_sent(group, bucket.bytes), ring_messages(group))
+        yield Transfer(ready=lines.when(bucket.ready), wire=group.all_reduce(bucket.bytes), sending=sending)
 
-    All of them where these keep every core busy, none where each worker finds a free one; and passes that wait for
-    something else need no core meanwhile.
-    """
-    if measured.device != "cpu":
-        return 0.0
-    busy = pass_cores(measured)
-    free = (group.cores or measured.cores) / group.beside - busy
-    return min(1.0, max(0.0, 1.0 - free)) * busy / measured.threads
+
+def reduced_sent(group: Group, payload: float) -> float:
+    """Bytes that a worker sends so that `payload` of each are summed."""
+    return 2 * (group.workers - 1) / group.workers * payload
+
+
+def ring_messages(group: Group) -> int:
+    """That a worker sends for a sum, one after another."""
+    return 2 * (group.workers - 1)
 
 
 def compressed(measured: Measured, group: Group, lines: Timeline, way: Compression) -> Iterator[Transfer]:
     """The chunks of all buckets, in the order in which they leave."""
     chunks = [_chunks(bucket, measured, way) for bucket in measured.buckets]
     exchanges = way.exchanges / sum(chunks)
+    threads = way.processor_s / way.arithmetic_s if way.processor_s and way.arithmetic_s else 1.0
     for bucket, count in zip(measured.buckets, chunks, strict=True):
         share = bucket.bytes / measured.gradient_bytes / count
         arithmetic = share * way.arithmetic_s
         wire = wire_of(group, way, share=share, exchanges=exchanges, exact=share * measured.gradient_bytes)
+        sent = share * (reduced_sent(group, way.reduced_bytes) + (group.workers - 1) * way.gathered_bytes)
+        sending = group.processor_seconds(sent, exchanges * ring_messages(group))
         yield from [
-            Transfer(ready=lines.when(bucket.ready), wire=wire, before=arithmetic / 2, after=arithmetic / 2)
+            Transfer(
+                ready=lines.when(bucket.ready),
+                wire=wire,
+                before=arithmetic / 2,
+                after=arithmetic / 2,
+                sending=sending,
+                threads=threads,
+            )
         ] * count
 
 
@@ -112,7 +113,8 @@ def wire_of(group: Group, way: Compression, *, share: float, exchanges: float, e
     only machines exchange what is compressed (`inside_node="exact"`).
     """
     far = group.across() if group.nodes > 1 else group
-    seconds = far.all_reduce(share * way.reduced_bytes) + far.all_gather(share * way.gathered_bytes)
+    summed = far.through_owners if way.through_owners else far.all_reduce
+    seconds = summed(share * way.reduced_bytes) + far.all_gather(share * way.gathered_bytes)
     seconds += (exchanges - 1) * far.all_reduce(0) if exchanges > 1 else 0.0
     if group.nodes > 1 and group.workers_per_node > 1:
         near = group.inside()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from manyhosts.config.local_steps import DiLoCo
+from manyhosts.planner.compute import cores_of, pass_cores
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.memory import Memory, model_bytes, whole
 from manyhosts.planner.step import Step, assemble, timeline
-from manyhosts.planner.strategies.ddp import taken_from_passes, way_of, wire_of
+from manyhosts.planner.strategies.ddp import way_of, wire_of
 from manyhosts.planner.strategies.local_sgd import exposed_alone
 
 _KEPT = 5
@@ -47,6 +48,19 @@ class DiLoCoModel:
         """See `StrategyModel`."""
         kept = _KEPT * measured.gradient_bytes
         return whole(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+
+
+def taken_from_passes(measured: Measured, group: Group) -> float:
+    """By what part of its seconds the arithmetic of a compression makes the passes longer that it runs beside.
+
+    All of them where these keep every core busy, none where each worker finds a free one; and passes that wait for
+    something else need no core meanwhile.
+    """
+    if measured.device != "cpu":
+        return 0.0
+    busy = pass_cores(measured)
+    free = cores_of(measured, group) - busy
+    return min(1.0, max(0.0, 1.0 - free)) * busy / measured.threads
 
 
 def make(config: DiLoCo) -> DiLoCoModel:

@@ -12,8 +12,8 @@ from manyhosts.planner.measured import Measured
 from manyhosts.planner.memory import Memory, model_bytes, whole
 from manyhosts.planner.overlap import Transfer, last_end
 from manyhosts.planner.step import Step, Timeline, assemble, timeline
+from manyhosts.planner.strategies.ddp import TALLY_BYTES
 
-_TALLY_BYTES = 64
 _AT_ONCE = 25_000_000
 """Bytes of the model that travel together: see `strategies.local_updates`."""
 
@@ -44,7 +44,7 @@ class LocalSGDModel:
 
 def exposed_alone(measured: Measured, group: Group, lines: Timeline, *, by_node: bool) -> float:
     """Seconds of a step of workers that step alone in which they exchange: a few numbers, or a machine's gradients."""
-    exposed = group.all_reduce(_TALLY_BYTES)
+    exposed = group.all_reduce(TALLY_BYTES)
     if steps_by_node(group, by_node=by_node):
         near = group.inside()
         transfers = [

@@ -47,7 +47,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
     """
     settings, parts, world = loop.settings, loop.parts, loop.parts.world
     found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
-    found += about_resume(parts, snapshot_schedule)
+    found += about_batch(parts) + about_resume(parts, snapshot_schedule)
     if (virtual := settings.virtual_workers) is not None:
         threads = torch.get_num_threads()
         found.append(
@@ -78,6 +78,13 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
         why = loop.state.ended or f"it is {loop.limit} long already"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
+
+
+def about_batch(parts: Parts) -> list[str]:
+    """That there are fewer samples than a batch has."""
+    samples = getattr(getattr(parts.source, "order", None), "length", parts.batch)
+    few = f"the train set has {samples} samples, and a batch {parts.batch}: an epoch is one step of all of it"
+    return [few] if samples < parts.batch else []
 
 
 def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from commands import summary
 from launching import run
 from ranks import run_ranks
-from sharded import Case, assert_same, both, script, trained
+from sharded import Case, assert_same, both, make_trainer, samples, script, trained
 from torch import nn
+
+import manyhosts as mh
+from manyhosts.errors import ConfigError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -76,3 +81,48 @@ def test_a_killed_worker_costs_no_bit(tmp_path: Path) -> None:
         assert summary(ended.run_dir)["restarts"] == int(name == "killed")
         hashes.add(summary(ended.run_dir)["weights_sha256"])
     assert len(hashes) == 1
+
+
+@pytest.mark.slow
+def test_three_copies_hold_alike_what_they_do_not_cut(tmp_path: Path) -> None:
+    """Sums of three depend on the order, so this is compared: at each validation all workers compare their bits."""
+    case = Case(steps=6, trainer={"validate_every": "1 step", "micro_batch_size": 2})
+    [alone] = trained(1, {"one": case}, tmp_path / "alone").values()
+    [found] = trained(6, {"one": replace(case, strategy="tensor", options={"size": 2})}, tmp_path / "copies").values()
+    assert_same(alone, found)
+
+
+def use(rank: int, case: Case, folder: Path) -> tuple[dict[str, str], list[Any]]:
+    """What is refused, in words, and what else a trainer can do."""
+    refused = {}
+    for name, further in {
+        "speed": {"trainer": {"balance": "speed"}},
+        "three": {"options": {"size": 3}},
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            make_trainer(replace(case, **further), folder / name)
+        refused[name] = error.value.what
+    trainer = make_trainer(case, folder / "used")
+    trainer.fit("3 steps")
+    trainer.save(folder / "weights.pt", weights="last")
+    return refused, trainer.predict(samples(7, 3), weights="last").tolist()
+
+
+def test_copies_predict_and_save_the_whole_and_refuse_what_they_cannot(tmp_path: Path) -> None:
+    case = Case(strategy="tensor", options={"size": 2}, trainer={"micro_batch_size": 4})
+    [alone] = run_ranks(1, plain, replace(case, strategy="ddp", options={}), tmp_path / "alone")
+    for refused, predicted in run_ranks(4, use, case, tmp_path, timeout_s=200):
+        assert "none of them can take fewer" in refused["speed"]
+        assert "there are 4 workers, which a mesh with tensor=3 does not multiply to" in refused["three"]
+        torch.testing.assert_close(torch.tensor(predicted), torch.tensor(alone), rtol=1e-4, atol=1e-5)
+    saved, weights = torch.load(tmp_path / "weights.pt", weights_only=True), mh.load(tmp_path / "alone", weights="last")
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(saved[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def plain(rank: int, case: Case, folder: Path) -> list[Any]:
+    trainer = make_trainer(case, folder)
+    trainer.fit("3 steps")
+    predicted: list[Any] = trainer.predict(samples(7, 3), weights="last").tolist()
+    return predicted

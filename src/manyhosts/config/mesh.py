@@ -94,7 +94,7 @@ def laid_out(strategy: S, mesh: Mesh | None, workers: int) -> S:
         given = replace(mesh, **{axis: size}) if key else mesh
         raise ConfigError(
             f"there are {workers} workers, which a mesh with {given} does not multiply to",
-            where="mesh",
+            where="mesh" if mesh != Mesh() else f"strategy={strategy.name!r}, {key}=…",
             fix="start as many workers as its axes multiply to, or leave one out: it is then what the others leave",
         )
     return cast(S, replace(cast(Any, strategy), **{key: size})) if key else strategy

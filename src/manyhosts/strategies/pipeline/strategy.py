@@ -47,12 +47,6 @@ class Pipelined(ComputedTogether):
             ConfigError: they compute on GPUs.
         """
         stages = config.stages or world.size
-        if world.size % stages:
-            raise ConfigError(
-                f"there are {world.size} workers, which are no whole number of copies of {stages} stages",
-                where="Pipeline(stages=…)",
-                fix=f"start {stages} workers or a multiple of {stages}, or set stages so that it divides {world.size}",
-            )
         super().__init__(Mesh(world, pipe=stages), Stages(world), name="pipeline")
         self.stages = stages
         self.config = config

@@ -192,7 +192,7 @@ def test_hosts_without_a_common_disk_are_refused_before_the_first_step(tmp_path:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "virtual workers": ({"virtual_workers": 2}, "which virtual workers never do"),
-    "shares that leave a rest": ({"strategy": mh.FSDP(shard=3)}, "shard=3 make blocks of 3 workers, and 2 workers"),
+    "shares that leave a rest": ({"strategy": mh.FSDP(shard=3)}, "there are 2 workers, which a mesh with shard=3"),
     "no such unit": ({"strategy": mh.FSDP(units="Layer")}, "'Layer' names no module of the model"),
     "fp32 in bf16": ({"strategy": mh.FSDP(gather="bf16")}, "parameters are gathered in bf16, and precision is 'fp32'"),
     "batch norm in bf16": (

@@ -61,7 +61,7 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bits_of_an_undis
 
 
 REFUSED = {
-    "no whole number of copies": (Case(options={"stages": 3}), "no whole number of copies of 3 stages"),
+    "no whole number of copies": (Case(options={"stages": 3}), "which a mesh with pipeline=3 does not multiply to"),
     "BatchNorm": (Case(options={"stages": 1}, block={"norm": nn.BatchNorm1d}), "is a BatchNorm layer"),
 }
 

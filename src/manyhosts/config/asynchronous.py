@@ -49,10 +49,6 @@ class ParameterServer:
         """Refuse what cannot be done beside it; see `check_asynchronous`."""
         check_asynchronous(self, settings)
 
-    def check_planned(self) -> None:
-        """Refuse a plan; see `refuse_plan`."""
-        refuse_plan(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hogwild:
@@ -68,23 +64,6 @@ class Hogwild:
     def check_goes_with(self, settings: Any) -> None:
         """Refuse what cannot be done beside it; see `check_asynchronous`."""
         check_asynchronous(self, settings)
-
-    def check_planned(self) -> None:
-        """Refuse a plan; see `refuse_plan`."""
-        refuse_plan(self)
-
-
-def refuse_plan(strategy: ParameterServer | Hogwild) -> None:
-    """Refuse what no plan knows the time of.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"a plan does not know yet what strategy {strategy.name!r} takes",
-        where=f"strategy={strategy.name!r}",
-        fix="run some steps of it: each step's line says how many micro-batches every worker computed",
-    )
 
 
 def check_asynchronous(strategy: ParameterServer | Hogwild, settings: Any) -> None:

@@ -42,6 +42,7 @@ class FSDP:
     """
 
     name: ClassVar[str] = "fsdp"
+    axis: ClassVar[tuple[str, str]] = ("shard", "shard")
 
     units: str | Sequence[str] = ()
     """What is gathered and let go of together: names of modules, which may hold `*` (`blocks.*`), or of their classes

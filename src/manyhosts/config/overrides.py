@@ -1,6 +1,6 @@
 """`--set key=value`: settings changed without touching the script.
 
-Keys are the fields of `Settings`; `snapshots.every` and `early_stopping.patience` reach into a section, and the fields
+Keys are the fields of `Settings`; `snapshots.every` and `mesh.tensor` reach into a section, and the fields
 of the chosen strategy are known by their own names. They travel to the workers in one environment variable.
 """
 
@@ -24,7 +24,7 @@ from manyhosts.table import nearest, nearest_few
 from manyhosts.units import Duration
 
 VARIABLE = "MANYHOSTS_SET"
-_SECTIONS = ("snapshots", "early_stopping", "best")
+_SECTIONS = ("snapshots", "early_stopping", "best", "mesh")
 
 S = TypeVar("S")
 
@@ -84,7 +84,7 @@ def of_file(path: Path) -> dict[str, str]:
                 raise ConfigError(
                     f"{key or 'the file'} holds {type(each).__name__}, and a setting is one value",
                     where=f"--set {path}",
-                    fix="write a line key: value for each; snapshots, early_stopping and best have indented ones",
+                    fix="write a line key: value for each; snapshots, early_stopping, best and mesh have indented ones",
                 )
             text = "none" if each is None else str(each).lower() if isinstance(each, bool) else str(each)
             overrides[key if field is None else f"{key}.{field}"] = text
@@ -215,7 +215,7 @@ def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
     left = dict(overrides)
     changes: dict[str, Any] = {}
     if "strategy" in left:
-        changes["strategy"] = named(left.pop("strategy"))
+        changes |= {"strategy": named(left.pop("strategy")), "mesh": None}  # the script's mesh is that of its strategy
     strategy = changes.get("strategy", settings.strategy)
     own = {field.name for field in dataclasses.fields(strategy)} & left.keys()
     if own:
@@ -223,7 +223,8 @@ def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
     for section in _SECTIONS:
         inside = {key.partition(".")[2]: left.pop(key) for key in list(left) if key.startswith(section + ".")}
         if inside:
-            changes[section] = _replace(getattr(settings, section) or _section_type(section)(), inside, section + ".")
+            before = changes.get(section, getattr(settings, section))
+            changes[section] = _replace(before or _section_type(section)(), inside, section + ".")
     other_batch = {"batch_size": "batch_size_per_worker", "batch_size_per_worker": "batch_size"}
     for key in other_batch.keys() & left.keys():
         changes.setdefault(other_batch[key], None)  # the two exclude each other, so the later word wins

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from manyhosts.config.kinds import check_kinds
+from manyhosts.config.mesh import OF_MESH
 from manyhosts.errors import ConfigError
 
 MEASURED, BY_LAYERS = "measured", "layers"
@@ -18,6 +19,7 @@ class Pipeline:
     """Each worker computes some blocks of the model, and gives what comes out to the worker that has the next ones."""
 
     name: ClassVar[str] = "pipeline"
+    axis: ClassVar[tuple[str, str]] = ("pipeline", "stages")
 
     stages: int = 0
     """How many stages there are; 0: each worker is one. With fewer than workers each stage is on as many workers as
@@ -42,7 +44,7 @@ class Pipeline:
                 )
             object.__setattr__(self, "cuts", tuple(given))
         check_kinds(self, prefix="Pipeline.")
-        if self.stages < 0:
+        if self.stages < OF_MESH:
             raise ConfigError(
                 f"stages is {self.stages}",
                 where="Pipeline(stages=…)",
@@ -58,18 +60,6 @@ class Pipeline:
             return ()
         words = self.cuts.split(",") if isinstance(self.cuts, str) else self.cuts
         return tuple(word.strip() for word in words if word.strip())
-
-    def check_planned(self) -> None:
-        """Refuse what no plan knows the time and memory of.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a plan does not know yet what a pipeline takes",
-            where="strategy='pipeline'",
-            fix="run some steps of it: at the end the run says how long each stage has waited",
-        )
 
     def check_precision(self, precision: str) -> None:
         """Refuse a format that stages cannot compute in.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from manyhosts.config.kinds import check_kinds
+from manyhosts.config.mesh import Mesh
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import Single, Strategy, check_goes_with
@@ -41,6 +42,8 @@ class Settings:
     warmup: str | None = None
     """The learning rate rises linearly from 0 over this duration (epochs or steps)."""
     strategy: Strategy = field(default_factory=Single)
+    mesh: Mesh | None = None
+    """How many workers stand along each axis. None: as the strategy says."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_gradients: float | None = None
     """Largest norm of the gradient over all parameters."""

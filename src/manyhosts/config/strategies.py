@@ -12,6 +12,7 @@ from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
+from manyhosts.config.mesh import OF_MESH, Mesh, axis_of
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
@@ -31,6 +32,7 @@ class DDP:
     """Every worker holds the whole model; gradients are summed over all of them in each step."""
 
     name: ClassVar[str] = "ddp"
+    axis: ClassVar[tuple[str, str]] = ("replicate", "")
 
     bucket_mb: float = 25.0
     """Gradients travel in buckets of about this many megabytes, while the backward pass still runs."""
@@ -91,6 +93,12 @@ BY_NAME: dict[str, type[Strategy]] = {
 }
 
 
+_COMBINED: dict[str, Strategy] = {"ddp+tensor": Tensor(size=OF_MESH), "ddp+pipeline": Pipeline(stages=OF_MESH)}
+"""Copies of a model that several workers compute together; the mesh says how many do."""
+_BY_AXIS = {"shard": "fsdp", "tensor": "ddp+tensor", "pipeline": "ddp+pipeline", "replicate": "ddp"}
+"""The strategy that puts workers along each axis of a mesh."""
+
+
 CUTS = (FSDP.name,)
 """Those whose workers hold parts of the model."""
 
@@ -117,10 +125,24 @@ def check_goes_with(strategy: Strategy, settings: Any) -> None:
     Raises:
         ConfigError: it cannot.
     """
+    _check_axes(strategy, settings.mesh)
     if isinstance(strategy, FSDP | Pipeline):
         strategy.check_precision(settings.precision)
     elif isinstance(strategy, ParameterServer | Hogwild):
         strategy.check_goes_with(settings)
+
+
+def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
+    axis, _ = axis_of(strategy)
+    known = ("replicate", axis) if axis else ()
+    for name, size in mesh.sizes.items() if mesh is not None else ():
+        if size > 1 and name not in known:
+            raise ConfigError(
+                f"the mesh has {name}={size}, and strategy {strategy.name!r} puts no workers along that axis",
+                where=f"mesh.{name}",
+                fix=f"leave it out, or choose strategy={_BY_AXIS[name]!r}; beside replicate a mesh has one of shard, "
+                "tensor and pipeline",
+            )
 
 
 def is_asynchronous(strategy: Strategy) -> bool:
@@ -128,28 +150,46 @@ def is_asynchronous(strategy: Strategy) -> bool:
     return isinstance(strategy, ParameterServer | Hogwild) and strategy.is_asynchronous
 
 
-def check_planned(strategy: Strategy) -> None:
+def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     """See that a plan knows what `strategy` takes.
 
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, FSDP | Pipeline | Tensor | ParameterServer | Hogwild):
+    if isinstance(strategy, Pipeline | Tensor | ParameterServer | Hogwild):
+        raise ConfigError(
+            f"a plan does not know yet what strategy {strategy.name!r} takes",
+            where=f"strategy={strategy.name!r}",
+            fix="run some steps of it: their times and bytes are in the run's summary",
+        )
+    if mesh is not None:
+        raise ConfigError(
+            f"the mesh has {mesh}, and a plan is for other numbers of workers, too",
+            where="mesh",
+            fix="leave it out; with strategy=fsdp write --set shard=… in its place",
+        )
+    if isinstance(strategy, FSDP):
         strategy.check_planned()
 
 
-def named(strategy: str | Strategy) -> Strategy:
-    """The strategy that a name stands for, with its defaults; a value passes through.
+def named(strategy: str | Strategy | Mesh) -> Strategy:
+    """The strategy that a name stands for, with its defaults, or a mesh; a value passes through.
 
     Raises:
         ConfigError: no strategy has that name.
     """
+    if isinstance(strategy, Mesh):
+        axes = [axis for axis, size in strategy.sizes.items() if size and axis != "replicate"]
+        return named(_BY_AXIS[axes[0] if axes else "replicate"])
     if not isinstance(strategy, str):
         return strategy
+    if combined := _COMBINED.get("+".join(sorted(strategy.split("+")))):
+        return combined
     if strategy not in BY_NAME:
+        known = (*BY_NAME, *_COMBINED)
         raise ConfigError(
             f"there is no strategy named {strategy!r}",
             where="strategy",
-            fix=f"{nearest(strategy, BY_NAME)}known: {', '.join(BY_NAME)}",
+            fix=f"{nearest(strategy, known)}known: {', '.join(known)}",
         )
     return BY_NAME[strategy]()

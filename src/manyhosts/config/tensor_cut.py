@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from manyhosts.config.kinds import check_kinds
+from manyhosts.config.mesh import OF_MESH
 from manyhosts.errors import ConfigError
 
 FOUND = "found"
@@ -17,10 +18,14 @@ rows; not at all."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tensor:
-    """Each worker computes a part of every large layer, of the same samples as all others."""
+    """Each worker computes a part of every large layer, of the same samples as the others of its copy."""
 
     name: ClassVar[str] = "tensor"
+    axis: ClassVar[tuple[str, str]] = ("tensor", "size")
 
+    size: int = 0
+    """Over how many workers each layer is cut; 0: over all. The others hold further copies of the model, which read
+    different samples and sum their gradients."""
     plan: str | Mapping[str, str] = FOUND
     """How layers are cut. `found`: from a forward pass; or names of layers, which may hold `*`, with `column`, `row`,
     `gathered`, `vocabulary` or `whole`: `{"*.up": "column", "*.down": "row"}` (`*.up=column,*.down=row` in `--set`).
@@ -31,6 +36,12 @@ class Tensor:
         given: Any = self.plan
         if isinstance(given, Mapping):
             object.__setattr__(self, "plan", ",".join(f"{name}={way}" for name, way in given.items()))
+        if self.size < OF_MESH:
+            raise ConfigError(
+                f"size is {self.size}",
+                where="Tensor(size=…)",
+                fix="set it to how many workers cut a layer, or leave it out",
+            )
         for name, way in self.ways.items():
             if not name or way not in WAYS:
                 raise ConfigError(
@@ -47,15 +58,3 @@ class Tensor:
             return {}
         pairs = [each.partition("=") for each in self.plan.split(",")]
         return {name.strip(): way.strip() for name, _, way in pairs}
-
-    def check_planned(self) -> None:
-        """Refuse what no plan knows the time and memory of.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a plan does not know yet what layers cut over workers take",
-            where="strategy='tensor'",
-            fix="run some steps of it: their times and bytes are in the run's summary",
-        )

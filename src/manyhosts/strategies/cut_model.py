@@ -1,4 +1,4 @@
-"""What strategies share whose workers hold parts of each tensor: the norm of a gradient that nobody holds whole."""
+"""What strategies share whose workers hold parts of a model: norms of gradients that nobody holds, sums of copies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.holding import Holding
+from manyhosts.communication.layout import as_real
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Shard
+from manyhosts.strategies.strategy import Sample, Shard
+from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.traits import Traits
 
 
@@ -155,3 +157,57 @@ class CutModel:
             for gradient in own:
                 gradient.mul_(here.to(gradient.dtype))
         return norm
+
+
+class ComputedTogether(CutModel):
+    """The same where workers compute one forward pass together; copies of them read different samples."""
+
+    def __init__(self, mesh: Mesh, holding: Holding, *, name: str) -> None:
+        """`name`: of the strategy.
+
+        Raises:
+            ConfigError: the workers compute on GPUs.
+        """
+        super().__init__(mesh, holding)
+        if self.world.device.type != "cpu":
+            raise ConfigError(
+                f"this worker computes on {self.world.device}, and workers that compute one model together send each "
+                "other messages over Gloo, from the CPU",
+                where=f"strategy={name!r}",
+                fix="choose another strategy, or start on machines without GPUs",
+            )
+        self.agreed = Agreed()
+        self.sample: Sample | None = None
+        self.parameters: list[nn.Parameter] = []
+
+    def look(self, sample: Sample) -> None:
+        """Know what the model is called with. Before `place`."""
+        self.sample = sample
+
+    def note_copies(self) -> None:
+        """Say what it costs to lose a worker."""
+        copies = self.mesh.data.size
+        holders = "one worker" if copies == 1 else f"{copies} workers"
+        self.world.notes.append(
+            f"each part of the model is on {holders} alone: where one is lost, the run is started again from the "
+            "newest snapshot"
+        )
+
+    @torch.no_grad()
+    def sum_copies(self) -> None:
+        """Sum the gradients over the copies; one that a copy has not found counts as zero there."""
+        copies = self.mesh.data
+        if copies.size == 1:
+            return
+        trained = [each for each in self.parameters if each.requires_grad and not each.is_meta]
+        found = torch.tensor([each.grad is not None for each in trained], dtype=torch.float32)
+        for each, has in zip(trained, copies.all_reduce(found).tolist(), strict=True):
+            if has and each.grad is None:
+                each.grad = torch.zeros_like(each)
+        sums: dict[bool, list[Tensor]] = {False: [], True: []}
+        for gradient in (each.grad for each in trained if each.grad is not None):
+            sums[isinstance(self.holding.part(gradient), TensorPart)].append(as_real(self.holding.local(gradient)))
+        # Apart, for the order in which numbers are added depends on the length of a message: what workers hold alike,
+        # beside parts that are not of one length, would not stay alike.
+        for given in sums.values():
+            sum_together(given, copies.all_reduce)

@@ -19,6 +19,7 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.config import overrides
 from manyhosts.config.arguments import OF_FIT, answers
 from manyhosts.config.init_from import InitFrom
+from manyhosts.config.mesh import Mesh
 from manyhosts.config.settings import ActivationCheckpointing, Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import Best, EarlyStopping
@@ -60,7 +61,7 @@ class Options(TypedDict, total=False):
     """What both faces of a session take; `mh.Trainer` says what each means."""
 
     metrics: Mapping[str, Metric | MetricCollection] | None
-    strategy: str | Strategy | None
+    strategy: str | Strategy | Mesh | None
     precision: Literal["fp32", "bf16", "fp16"]
     micro_batch_size: int | None
     clip_gradients: float | None
@@ -93,6 +94,7 @@ def settings_of(data: Data, options: Options) -> Settings:
     """The plain values among what was given, as the command line has changed them."""
     best, beside = options.get("best"), ("metrics", "listeners", "callbacks", "init_from", "run_dir")
     given: dict[str, Any] = {name: each for name, each in options.items() if name not in beside}
+    given["mesh"] = given.get("strategy") if isinstance(given.get("strategy"), Mesh) else None
     given["strategy"] = DDP() if given.get("strategy") is None else named(given["strategy"])
     given["snapshots"] = given.get("snapshots") or Snapshots()
     given["best"] = Best(best) if isinstance(best, str) else best

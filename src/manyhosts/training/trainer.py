@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from manyhosts.callbacks.callback import Callback
 from manyhosts.config.arguments import OF_TRAINER, answers
 from manyhosts.config.init_from import InitFrom
+from manyhosts.config.mesh import Mesh
 from manyhosts.config.settings import ActivationCheckpointing
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import Best, EarlyStopping
@@ -44,7 +45,8 @@ class Trainer(Session):
             which a schedule such as `StepLR(optimizer, step_size=1)` is mostly written.
         weight: what a piece counts in the mean over a batch: `weight(batch)`, a number, called on the CPU before the
             piece is computed; `"samples"`: its samples, whatever the loss looks like. Not needed for PyTorch's losses.
-        strategy: how a step is spread over the workers: a name, or a value such as `mh.DDP()`.
+        strategy: how a step is spread over the workers: a name, a value such as `mh.DDP()`, or a mesh: with
+            `mh.Mesh(tensor=2)` two workers compute each copy of the model.
         precision: `"fp32"`, `"bf16"` or `"fp16"`, by autocast.
         micro_batch_size: most samples in one forward pass; gradients add up.
         clip_gradients: largest norm of the gradient over all parameters.
@@ -97,7 +99,7 @@ class Trainer(Session):
         schedule: MakeSchedule | None = None,
         schedule_every: Literal["step", "epoch"] = "step",
         weight: Weight | None = None,
-        strategy: str | Strategy | None = None,
+        strategy: str | Strategy | Mesh | None = None,
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         micro_batch_size: int | None = None,
         clip_gradients: float | None = None,

@@ -80,7 +80,7 @@ class Measurer(Watcher):
     def begins(self, parts: Parts, settings: Settings, state: RunState) -> None:
         """Measure. A few steps of the loop follow."""
         self.guard.come()
-        check_planned(settings.strategy)
+        check_planned(settings.strategy, settings.mesh)
         if self.request.together:
             several_workers.measure(parts, settings, state, self.request.seconds)
             leave()

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from manyhosts.communication.gathering import gather_plain
-from manyhosts.communication.layout import as_real, spread
+from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.config.pipelined import BY_LAYERS, MEASURED, Pipeline
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import CutModel, check_memory, sum_together
+from manyhosts.strategies.cut_model import ComputedTogether, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain
 from manyhosts.strategies.pipeline.holding import Stages
@@ -30,12 +30,12 @@ from manyhosts.strategies.pipeline.messages import OUTPUTS
 from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, uses_by_blocks
 from manyhosts.strategies.pipeline.schedule import best_cuts, bubble, even_cuts, loads, passes
 from manyhosts.strategies.pipeline.stage import Stage
-from manyhosts.strategies.strategy import Compute, InTwo, Piece, Sample, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
 
 
-class Pipelined(CutModel):
+class Pipelined(ComputedTogether):
     """Parameters, gradients and optimizer state of some blocks on each worker, and of no other."""
 
     traits = TRAITS["pipeline"]
@@ -46,25 +46,10 @@ class Pipelined(CutModel):
         Raises:
             ConfigError: they compute on GPUs.
         """
-        if world.device.type != "cpu":
-            raise ConfigError(
-                f"this worker computes on {world.device}, and stages send each other messages over Gloo, from the CPU",
-                where="strategy='pipeline'",
-                fix="choose another strategy, or start on machines without GPUs",
-            )
         stages = config.stages or world.size
-        if world.size % stages:
-            raise ConfigError(
-                f"there are {world.size} workers, which are no whole number of copies of {stages} stages",
-                where="Pipeline(stages=…)",
-                fix=f"start {stages} workers or a multiple of {stages}, or set stages so that it divides {world.size}",
-            )
-        super().__init__(Mesh(world, pipe=stages), Stages(world))
+        super().__init__(Mesh(world, pipe=stages), Stages(world), name="pipeline")
         self.stages = stages
         self.config = config
-        self.agreed = Agreed()
-        self.sample: Sample | None = None
-        self.parameters: list[nn.Parameter] = []
         self.stage: Stage | None = None
         self.loss = nn.Module()
         """The loss, where it has tensors of its own: all keep them, and the last stage finds their gradients."""
@@ -76,10 +61,6 @@ class Pipelined(CutModel):
         """The bubble of each step, in theory."""
         self.draws: bool | None = None
         """Whether the optimizer draws random numbers; None as long as nobody has seen it step."""
-
-    def look(self, sample: Sample) -> None:
-        """Know what the model is called with. Before `place`."""
-        self.sample = sample
 
     def place(self, model: nn.Module) -> nn.Module:
         """Keep the tensors of this worker's blocks, equal to the leader's, and the shapes of all others.
@@ -197,10 +178,7 @@ class Pipelined(CutModel):
         elif self.config.cuts == BY_LAYERS:
             words += " (cut by layers)"
         self.world.notes.append(words)
-        holders = "one worker" if copies == 1 else f"{copies} workers"
-        self.world.notes.append(
-            f"each tensor is on {holders} alone: where one is lost, the run is started again from the newest snapshot"
-        )
+        self.note_copies()
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
@@ -229,7 +207,7 @@ class Pipelined(CutModel):
                     losses.append(scale(tally.add(values, piece.weight)))
         self._share_loss(stage)
         stage.channel.finish()
-        self._sum_copies()
+        self.sum_copies()
         self.computed_s += time.perf_counter() - begin
         self.waited_s += stage.channel.waited_s - waited
         self.theory.append(bubble(stage.count, len(pieces)))
@@ -251,19 +229,6 @@ class Pipelined(CutModel):
             parameter.grad = gradient
         for buffer, value in zip(buffers, changed, strict=True):
             buffer.copy_(value)
-
-    @torch.no_grad()
-    def _sum_copies(self) -> None:
-        """Sum the gradients of this stage over its copies; one that a copy has not found counts as zero there."""
-        copies = self.mesh.data
-        if copies.size == 1:
-            return
-        trained = [each for each in self.parameters if each.requires_grad and not each.is_meta]
-        found = torch.tensor([each.grad is not None for each in trained], dtype=torch.float32)
-        for each, has in zip(trained, copies.all_reduce(found).tolist(), strict=True):
-            if has and each.grad is None:
-                each.grad = torch.zeros_like(each)
-        sum_together([as_real(each.grad) for each in trained if each.grad is not None], copies.all_reduce)
 
     @torch.no_grad()
     def _norms(self, model: nn.Module) -> list[Tensor]:

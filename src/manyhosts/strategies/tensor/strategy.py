@@ -1,7 +1,7 @@
-"""Tensor parallelism: all workers compute the same samples, and each its part of the large layers.
+"""Tensor parallelism: the workers of a copy compute the same samples, and each its part of the large layers.
 
-What is not cut is computed by all alike. A layer is cut only where a trial has shown, on a batch of the training set
-and before the first step, that outputs, gradients and evaluation are those of the whole model.
+What is not cut is computed by all of them alike. A layer is cut only where a trial has shown, before the first step and
+on a batch of the training set, that outputs, gradients and evaluation are those of the whole model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from manyhosts.communication.world import World
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import CutModel, check_hooks, check_memory
+from manyhosts.strategies.cut_model import ComputedTogether, check_hooks, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import Compute, Piece, Sample, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut
 from manyhosts.strategies.tensor.look import look
@@ -46,7 +46,7 @@ _FEATURES = ("embed_dim", "d_model", "hidden_size", "all_head_size", "n_embd", "
 """Attributes by which modules shape what stands between their layers; whether they do, a trial shows."""
 
 
-class TensorParallel(CutModel):
+class TensorParallel(ComputedTogether):
     """Parameters, gradients and optimizer state of a part of each layer that is cut, and all of every other."""
 
     traits = TRAITS["tensor"]
@@ -55,25 +55,12 @@ class TensorParallel(CutModel):
         """A strategy for several workers.
 
         Raises:
-            ConfigError: they compute on GPUs.
+            ConfigError: they compute on GPUs, or are no whole number of copies.
         """
-        if world.device.type != "cpu":
-            raise ConfigError(
-                f"this worker computes on {world.device}, and layers cut over workers have been tried on CPUs alone",
-                where="strategy='tensor'",
-                fix="choose another strategy, or start on machines without GPUs",
-            )
-        mesh = Mesh(world, tensor=world.size)
-        super().__init__(mesh, DTensors(mesh))
-        self.config = config
+        mesh = Mesh(world, tensor=config.size or world.size)
+        super().__init__(mesh, DTensors(mesh), name="tensor")
+        self.config, self.size = config, mesh.size("tensor")
         self.exchange = Exchange(mesh.along("tensor"))
-        self.agreed = Agreed()
-        self.sample: Sample | None = None
-        self.parameters: list[nn.Parameter] = []
-
-    def look(self, sample: Sample) -> None:
-        """Know what the model is called with. Before `place`."""
-        self.sample = sample
 
     def place(self, model: nn.Module) -> nn.Module:
         """Keep this worker's part of the layers that are cut, equal to the leader's, and all of the rest.
@@ -97,21 +84,20 @@ class TensorParallel(CutModel):
         with randomness.undisturbed():
             plan = self._proved(whole, self.sample.inputs())
         cut(whole, plan, self.exchange, self.device_mesh)
-        self.world.notes.append(f"tensor parallel over {self.world.size} workers: {plan.in_words()} (by layers)")
-        self.world.notes.append(
-            "parts of a layer are on one worker alone: where one is lost, the run is started again from the newest "
-            "snapshot"
-        )
+        copies = self.mesh.data.size
+        over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
+        self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
+        self.note_copies()
         self.parameters = list(model.parameters())
         return model
 
     def _proved(self, model: nn.Module, inputs: Any) -> Plan:
         """The plan by which the model is cut; each step of it was tried."""
         self.device_mesh = self.mesh.device_mesh("tensor")
-        plan, groups = look(copied(model), inputs, self.world.size)
+        plan, groups = look(copied(model), inputs, self.size)
         ways = self.config.ways
         if ways:
-            plan = users_plan(model, ways, self.world.size)
+            plan = users_plan(model, ways, self.size)
             groups = tuple(each for each in groups if _is_asked(each, plan))
         if len({*gather_plain(self.world, repr((plan.ways, groups)))}) > 1:
             raise _refusal("workers have seen different layers of the model in a forward pass", fix=_DRAWS)
@@ -138,14 +124,14 @@ class TensorParallel(CutModel):
         """
         if (own := models_plan(model, plan)) is not None:
             asked = tuple(each for each in groups if _is_asked(each, own))
-            for variant in _variants(asked, model, self.world.size):
+            for variant in _variants(asked, model, self.size):
                 if not wrong_with(candidate := own.with_groups(variant)):
                     self.world.notes.append("layers are cut as the model says itself (tp_plan)")
                     return candidate
         if wrong := wrong_with(plan):
             raise _refusal(f"the model cannot be cut: {wrong}", fix=_NAME_SOME)
         for alike in _by_kind(groups, model):
-            candidates = (plan.with_groups(each) for each in _variants(alike, model, self.world.size))
+            candidates = (plan.with_groups(each) for each in _variants(alike, model, self.size))
             plan = next((each for each in candidates if not wrong_with(each)), plan)
         return plan
 
@@ -156,7 +142,7 @@ class TensorParallel(CutModel):
             ConfigError: it does not give what the whole model does.
         """
         wrong = ""
-        for each in _variants(groups, model, self.world.size):
+        for each in _variants(groups, model, self.size):
             candidate = plan.with_groups(each)
             if not (wrong := wrong_with(candidate)):
                 return candidate
@@ -181,9 +167,10 @@ class TensorParallel(CutModel):
         tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces:
             values = compute(model, piece)
-            # All workers have the same values; they count once.
-            loss = tally.add(values, piece.weight) if self.world.is_leader else values["loss"] * piece.weight
+            # The workers of a copy have the same values; they count once.
+            loss = tally.add(values, piece.weight) if self.mesh.leads_replica else values["loss"] * piece.weight
             scale(loss).backward()
+        self.sum_copies()
         self.world.wait(tally.start_sum())
         return tally.outcome()
 

@@ -199,6 +199,7 @@ _SETTINGS = (
     "lr_scaling",
     "warmup",
     "strategy",
+    "mesh",
     "precision",
     "clip_gradients",
     "batch_norm",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copyreg
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -32,6 +32,7 @@ from manyhosts.data import randomness
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+from manyhosts.strategies.uses import tensors_in
 
 _ROUNDING = 1e-2
 """Of the largest number in an output: what a GPU's kernels may differ by that add in any order."""
@@ -198,7 +199,7 @@ class _Call:
         self._check_inputs()
         output = self.compute(*args, **kwargs)
         if self.compares:
-            first, second = self.output, tensors_in(output)
+            first, second = self.output, [*tensors_in(output)]
             assert first is not None, "the first pass leaves its output"
             if len(first) != len(second) or not all(map(_alike, first, second)):
                 raise self._error(
@@ -250,14 +251,6 @@ def _slots(block: nn.Module) -> dict[str, _Slot]:
         for key, buffer in module._buffers.items()
         if buffer is not None
     }
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        return [value]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [tensor for each in inner for tensor in tensors_in(each)]
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

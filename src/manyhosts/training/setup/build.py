@@ -19,6 +19,7 @@ from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
+from manyhosts.config.mesh import laid_out
 from manyhosts.config.settings import Settings
 from manyhosts.data import drawing, own_order, randomness
 from manyhosts.data.cut import Cut, CutBatches
@@ -254,6 +255,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
+    settings = replace(settings, strategy=laid_out(settings.strategy, settings.mesh, world.size))
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
         own_step.use(strategy, settings, world)

@@ -31,6 +31,12 @@ def look_ahead(strategy: LooksAhead, compute: ForwardPass, data: Data, settings:
                 where=key,
                 fix="leave it out, or choose another strategy",
             )
+    if settings.balance == "speed":
+        raise ConfigError(
+            f"with strategy {name!r} several workers compute the same samples, and none of them can take fewer",
+            where="balance",
+            fix="leave balance out, or choose another strategy",
+        )
     if hasattr(data.train, "shard"):
         raise ConfigError(
             f"the train stream offers shard(), and with strategy {name!r} every worker reads the same samples",

@@ -1,0 +1,90 @@
+"""A mesh says how many workers stand along each axis; what it cannot be is one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import manyhosts as mh
+from manyhosts.config.mesh import laid_out
+from manyhosts.config.overrides import apply, parse
+from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import named
+from manyhosts.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "strategy"),
+    [
+        ("strategy=ddp+tensor mesh.tensor=2", 4, mh.Tensor(size=2)),
+        ("strategy=tensor+ddp mesh.tensor=2", 4, mh.Tensor(size=2)),
+        ("strategy=ddp+tensor mesh.replicate=3", 6, mh.Tensor(size=2)),
+        ("strategy=ddp+tensor size=2", 4, mh.Tensor(size=2)),
+        ("strategy=tensor", 4, mh.Tensor(size=4)),
+        ("strategy=ddp+pipeline mesh.pipeline=2 mesh.replicate=2", 4, mh.Pipeline(stages=2)),
+        ("strategy=pipeline mesh.replicate=2", 6, mh.Pipeline(stages=3)),
+        ("strategy=pipeline stages=2 mesh.pipeline=2", 4, mh.Pipeline(stages=2)),
+        ("strategy=fsdp mesh.replicate=2 mesh.shard=2 zero=2", 4, mh.FSDP(shard=2, zero=2)),
+        ("strategy=fsdp mesh.replicate=2", 6, mh.FSDP(shard=3)),
+        ("strategy=fsdp shard=host", 4, mh.FSDP(shard="host")),
+        ("strategy=ddp mesh.replicate=4 mesh.tensor=1", 4, mh.DDP()),
+        ("strategy=diloco", 4, mh.DiLoCo()),
+    ],
+)
+def test_a_mesh_gives_a_strategy_its_sizes(words: str, workers: int, strategy: Any) -> None:
+    assert _laid_out(words, workers) == strategy
+
+
+def _laid_out(words: str, workers: int) -> Any:
+    settings = apply(Settings(batch_size=8), parse(words.split()))
+    return laid_out(settings.strategy, settings.mesh, workers)
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "what"),
+    [
+        ("strategy=ddp+tensor mesh.tensor=3", 4, "there are 4 workers, which a mesh with tensor=3"),
+        ("strategy=ddp+tensor mesh.tensor=2 mesh.replicate=3", 4, "a mesh with replicate=3 and tensor=2"),
+        ("strategy=ddp+pipeline mesh.replicate=3", 4, "a mesh with replicate=3 does"),
+        ("strategy=ddp mesh.replicate=3", 6, "a mesh with replicate=3 does"),
+        ("strategy=fsdp shard=3", 4, "a mesh with shard=3 does"),
+        ("strategy=ddp+tensor", 4, "'ddp+tensor' makes copies, and nobody says how many workers make one"),
+        ("strategy=ddp mesh.tensor=2", 4, "the mesh has tensor=2, and strategy 'ddp' puts no workers along"),
+        ("strategy=fsdp mesh.shard=2 mesh.tensor=2", 4, "the mesh has tensor=2, and strategy 'fsdp' puts no"),
+        ("strategy=diloco mesh.replicate=2", 4, "the mesh has replicate=2, and strategy 'diloco' puts no"),
+        ("strategy=tensor size=4 mesh.tensor=2", 4, "the strategy has size=4, and the mesh has tensor=2"),
+        ("strategy=fsdp shard=host mesh.replicate=2", 4, "the strategy has shard='host', and the mesh has replicate=2"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(words: str, workers: int, what: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _laid_out(words, workers)
+    assert what in refused.value.what
+
+
+def test_one_worker_needs_no_mesh() -> None:
+    assert laid_out(mh.FSDP(), mh.Mesh(shard=2), 1) == mh.FSDP()
+
+
+def test_a_mesh_in_the_script_is_a_strategy_and_gives_way_to_another() -> None:
+    mesh = mh.Mesh(tensor=2)
+    settings = Settings(batch_size=8, strategy=named(mesh), mesh=mesh)
+    assert laid_out(settings.strategy, settings.mesh, 4) == mh.Tensor(size=2)
+    assert apply(settings, {"mesh.replicate": "2"}).mesh == mh.Mesh(tensor=2, replicate=2)
+    other = apply(settings, {"strategy": "fsdp", "mesh.shard": "2"})
+    assert laid_out(other.strategy, other.mesh, 4) == mh.FSDP(shard=2)
+    assert named(mh.Mesh(replicate=2, shard=2)) == mh.FSDP()
+    assert named(mh.Mesh(replicate=2)) == mh.DDP()
+
+
+@pytest.mark.parametrize("name", ["fsdp+tensor", "tensor+pipeline", "ddp+diloco"])
+def test_a_combination_that_is_not_there_is_answered_with_those_that_are(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        named(name)
+    assert "ddp+tensor, ddp+pipeline" in str(refused.value)
+
+
+def test_an_axis_has_no_negative_size() -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.tensor is -2"):
+        parse(["mesh.tensor=-2"])

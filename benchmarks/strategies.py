@@ -42,7 +42,7 @@ BATCH, CONTEXT, CHARACTERS = 16, 64, 96
 PLACES = {"host": "two workers of one host", "lab": "two hosts, 1 Gbit/s"}
 MICRO_BATCHES = 4
 FSDP2, ONE_F_ONE_B, GPIPE, PARALLELIZE = "FSDP2 by hand", "Schedule1F1B", "ScheduleGPipe", "parallelize_module"
-WAYS = {
+WAYS: dict[str, dict[str, tuple[str, ...]]] = {
     "fsdp": {FSDP2: ("fsdp, zero=3", "fsdp, zero=2", "fsdp, zero=1", "ddp")},
     "pipeline": {ONE_F_ONE_B: ("pipeline, 1f1b",), GPIPE: ("pipeline, gpipe",)},
     "tensor": {PARALLELIZE: ("tensor",)},
@@ -53,8 +53,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, zero=2": ("fsdp", {"zero": 2}),
     "fsdp, zero=1": ("fsdp", {"zero": 1}),
     "ddp": ("ddp", {}),
-    "pipeline, 1f1b": ("pipeline", {"passes": "1f1b", "cuts": "layers"}),
-    "pipeline, gpipe": ("pipeline", {"passes": "gpipe", "cuts": "layers"}),
+    "pipeline, 1f1b": ("pipeline", {"schedule": "1f1b", "cuts": "layers"}),
+    "pipeline, gpipe": ("pipeline", {"schedule": "gpipe", "cuts": "layers"}),
     "tensor": ("tensor", {}),
 }
 """Names of strategies, and options."""
@@ -167,8 +167,8 @@ def pipelined(kind: str, run: Run, rank: int, size: int) -> float:
     from torch import nn
     from torch.distributed import pipelining
 
-    first, blocks, last = run.model
-    chain = [first, *blocks, last]
+    first, blocks, last = run.model.children()
+    chain = [first, *blocks.children(), last]
     own = nn.Sequential(*chain[rank * len(chain) // size : (rank + 1) * len(chain) // size])
     stage = pipelining.PipelineStage(own, rank, size, torch.device("cpu"))
     schedule = getattr(pipelining, kind)(stage, MICRO_BATCHES, loss_fn=run.loss)
@@ -249,12 +249,8 @@ def by_strategy(name: str, run: Run, rank: int, size: int) -> float:
     for step in range(run.steps):
         inputs, targets = run.batch(step, shard.index, shard.count)
         parts = list(zip(inputs.chunk(pieces), targets.chunk(pieces), strict=True))
-        given = [
-            Piece(
-                lambda part=part: part, BATCH // shard.count // pieces, 1 / shard.count / pieces, (step, rank, number)
-            )
-            for number, part in enumerate(parts)
-        ]
+        share = BATCH // shard.count // pieces
+        given = [Piece(partial(tuple, part), share, share / BATCH, (step, rank, n)) for n, part in enumerate(parts)]
         outcome = strategy.forward_backward(model, given, compute, lambda loss: loss, [0.0])
         strategy.update(model, optimizer)
     loss = float(outcome.values["loss"])
@@ -270,7 +266,7 @@ def work(name: str, width: int, steps: int) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run = Run(width, steps)
-    hands = {FSDP2: fully_sharded, PARALLELIZE: parallelized}
+    hands: dict[str, Callable[[Run, int, int], float]] = {FSDP2: fully_sharded, PARALLELIZE: parallelized}
     hands |= {kind: partial(pipelined, kind) for kind in (ONE_F_ONE_B, GPIPE)}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if name in hands:

@@ -42,7 +42,6 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b on two": (2, {}),
     "gpipe on three": (3, {"schedule": "gpipe"}),
     "1f1b on four": (4, {"cuts": "layers"}),
-    "interleaved on two": (2, {"schedule": "interleaved", "cuts": "layers"}),
     "zero-bubble on three": (3, {"schedule": "zero-bubble"}),
 }
 """Workers, and options."""

@@ -142,9 +142,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no chain": ({"model": Alone}, "is a Alone, which is no nn.Sequential and has no nn.ModuleList"),
     "more stages than blocks": ({"model": short}, "there are 2 stages, and the model has 1"),
     "more virtual stages than blocks": (
-        {"strategy": mh.Pipeline(schedule="interleaved", virtual_stages=3)},
-        "there are 6 stages, and the model has 4",
+        {"model": short, "strategy": mh.Pipeline(schedule="interleaved")},
+        "there are 4 stages, and the model has 1",
     ),
+    "a trunk interleaved": ({"strategy": mh.Pipeline(schedule="interleaved")}, "are interleaved share a worker"),
     "a cut of nothing": ({"strategy": mh.Pipeline(cuts=["blocks.9"])}, "'blocks.9' is no block with which a stage"),
     "too many cuts": ({"strategy": mh.Pipeline(cuts="blocks.1,blocks.2")}, "and 2 stages take 1"),
     "something between blocks": ({"model": Forks}, "is not given what the one before it gives"),

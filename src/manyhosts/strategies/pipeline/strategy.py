@@ -124,6 +124,13 @@ class Pipelined(CutModel):
         return model
 
     def _check_count(self, chain: Chain) -> None:
+        if chain.is_trunk and self.config.per_worker > 1:
+            raise ConfigError(
+                "stages that are interleaved share a worker, and a model that does more than to call its blocks would "
+                "find there what another stage has before its first block",
+                where="Pipeline(schedule=…)",
+                fix="write the model as nn.Sequential, or choose another schedule",
+            )
         if len(chain.blocks) < self.stages:
             raise ConfigError(
                 f"there are {self.stages} stages, and the model has {len(chain.blocks)} blocks: "

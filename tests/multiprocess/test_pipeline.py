@@ -38,9 +38,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return trained(1, CASES, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_stages_have_the_bits_of_one_process(workers: int, alone: Any, tmp_path: Path) -> None:
-    options = {2: {}, 3: {"passes": "gpipe"}, 4: {"cuts": "layers"}}[workers]
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1f1b on two": (2, {}),
+    "gpipe on three": (3, {"schedule": "gpipe"}),
+    "1f1b on four": (4, {"cuts": "layers"}),
+    "zero-bubble on three": (3, {"schedule": "zero-bubble"}),
+}
+"""Workers, and options."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stages_have_the_bits_of_one_process(name: str, alone: Any, tmp_path: Path) -> None:
+    workers, options = RUNS[name]
     cases = {name: replace(case, strategy="pipeline", options=options) for name, case in CASES.items()}
     for name, found in trained(workers, cases, tmp_path).items():
         assert len(found.norms) == 5, name

@@ -219,9 +219,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4))])
-def test_every_model_has_the_bits_of_one_process(workers: int, alone: Any, tmp_path: Path) -> None:
-    found = run_ranks(workers, fit, list(MODELS), mh.Pipeline(cuts="layers"), tmp_path)
-    for name in MODELS:
-        for each in found:
+@pytest.mark.parametrize(
+    ("workers", "schedule"),
+    [
+        *((2, schedule) for schedule in ("1f1b", "interleaved", "zero-bubble")),
+        *(pytest.param(workers, "1f1b", marks=pytest.mark.slow) for workers in (3, 4)),
+        pytest.param(4, "zero-bubble", marks=pytest.mark.slow),
+    ],
+)
+def test_every_model_has_the_bits_of_one_process(workers: int, schedule: Any, alone: Any, tmp_path: Path) -> None:
+    strategy = mh.Pipeline(cuts="layers", schedule=schedule)
+    # A trunk is refused interleaved. A repeated tensor that passes between stages, as it does here and on four workers,
+    # fails on one worker alone in the look at the loss, for which the others wait: not mended yet.
+    left_out = ("trunk", "repeated") if schedule == "interleaved" else ()
+    names = [name for name in MODELS if name not in left_out]
+    for each in run_ranks(workers, fit, names, strategy, tmp_path):
+        for name in names:
             assert each[name] == alone[name], name

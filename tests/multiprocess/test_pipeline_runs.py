@@ -24,7 +24,7 @@ CASE = Case(strategy="pipeline", optimizer="AdamW", block={"dropout": 0.2}, trai
 STAGES: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {}),
-    (3, {"options": {"passes": "gpipe", "cuts": "layers"}}),
+    (3, {"options": {"schedule": "gpipe", "cuts": "layers"}}),
     (1, {"strategy": "ddp"}),
     (4, {}),
     (2, {"strategy": "ddp"}),
@@ -141,6 +141,11 @@ def short() -> nn.Module:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no chain": ({"model": Alone}, "is a Alone, which is no nn.Sequential and has no nn.ModuleList"),
     "more stages than blocks": ({"model": short}, "there are 2 stages, and the model has 1"),
+    "more virtual stages than blocks": (
+        {"model": short, "strategy": mh.Pipeline(schedule="interleaved")},
+        "there are 4 stages, and the model has 1",
+    ),
+    "a trunk interleaved": ({"strategy": mh.Pipeline(schedule="interleaved")}, "are interleaved share a worker"),
     "a cut of nothing": ({"strategy": mh.Pipeline(cuts=["blocks.9"])}, "'blocks.9' is no block with which a stage"),
     "too many cuts": ({"strategy": mh.Pipeline(cuts="blocks.1,blocks.2")}, "and 2 stages take 1"),
     "something between blocks": ({"model": Forks}, "is not given what the one before it gives"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise, product
 
 import pytest
 
-from manyhosts.strategies.pipeline.schedule import best_cuts, bubble, even_cuts, loads, passes
+from manyhosts.strategies.pipeline.schedule import Order, Pass, best_cuts, even_cuts, loads, order_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -29,26 +29,65 @@ def test_one_block_eight_times_the_others_stands_alone() -> None:
     assert max(loads(costs, even_cuts(6, 3))) == 9.0
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("micro_batches", [1, 2, 5])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_backward_passes_come_in_order_behind_their_forward_pass(kind: str, stages: int, micro_batches: int) -> None:
-    for stage in range(stages):
-        order = list(passes(kind, stage=stage, stages=stages, micro_batches=micro_batches))
-        for what in ("forward", "backward"):
-            assert [number for each, number in order if each == what] == list(range(micro_batches))
-        assert all(order.index(("forward", each)) < order.index(("backward", each)) for each in range(micro_batches))
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+"""With how many stages each worker has."""
 
 
-def test_1f1b_holds_no_more_micro_batches_than_stages_behind_it() -> None:
-    for stage in range(4):
-        held = most = 0
-        for what, _ in passes("1f1b", stage=stage, stages=4, micro_batches=9):
-            held += 1 if what == "forward" else -1
-            most = max(most, held)
-        assert most == 4 - stage
+@pytest.mark.parametrize("virtual_stages", [None, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_passes_of_a_stage_come_in_the_order_of_the_micro_batches_and_none_waits_for_ever(
+    schedule: str, virtual_stages: int | None
+) -> None:
+    each_has = (virtual_stages if schedule == "interleaved" else None) or SCHEDULES[schedule]
+    for workers, micro_batches in product((1, 2, 3, 4), (1, 2, 5, 8, 9)):
+        order = order_of(schedule, workers=workers, virtual_stages=each_has, micro_batches=micro_batches)
+        for stage in range(workers * each_has):
+            own = order.passes[stage % workers]
+            for kind in ("forward", "backward", *(["weights"] if schedule == "zero-bubble" else [])):
+                numbers = [each.micro_batch for each in own if (each.kind, each.stage) == (kind, stage)]
+                assert numbers == list(range(micro_batches))
+        assert run_through(order, last=workers * each_has - 1) == set(chain(*order.passes))
 
 
-def test_bubble() -> None:
-    assert bubble(4, 1) == 0.75
-    assert bubble(2, 3) == 0.25
+def run_through(order: Order, *, last: int) -> set[Pass]:
+    """What workers compute that each take their next pass when its inputs are there, in whatever time."""
+    done: set[Pass] = set()
+    waiting = [list(each) for each in order.passes]
+    while ready := [own for own in waiting if own and needs(own[0], last) <= done]:
+        done |= {own.pop(0) for own in ready[-1:]}
+    return done
+
+
+def needs(one: Pass, last: int) -> set[Pass]:
+    kind, stage, number = one
+    if kind == "forward":
+        return {Pass("forward", stage - 1, number)} if stage else set()
+    before = {Pass("forward" if kind == "backward" else "backward", stage, number)}
+    return before | ({Pass("backward", stage + 1, number)} if kind == "backward" and stage < last else set())
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [9] * 4), ("zero-bubble", [4] * 4)])
+def test_how_many_micro_batches_are_held_at_most(schedule: str, most: list[int]) -> None:
+    last = "weights" if schedule == "zero-bubble" else "backward"
+    for own, expected in zip(
+        order_of(schedule, workers=4, virtual_stages=1, micro_batches=9).passes, most, strict=True
+    ):
+        held = list(accumulate({"forward": 1, last: -1}.get(each.kind, 0) for each in own))
+        assert max(held) == expected
+
+
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (6, 12)])
+def test_the_bubble_is_that_of_the_papers(workers: int, micro_batches: int) -> None:
+    def found(schedule: str, virtual_stages: int = 1) -> float:
+        own = order_of(schedule, workers=workers, virtual_stages=virtual_stages, micro_batches=micro_batches)
+        return own.bubble
+
+    plain = (workers - 1) / (micro_batches + workers - 1)
+    assert found("gpipe") == found("1f1b") == pytest.approx(plain)
+    for each in (2, 3):
+        assert found("interleaved", each) == pytest.approx((workers - 1) / (each * micro_batches + workers - 1))
+    assert found("zero-bubble") == pytest.approx((workers - 1) / (3 * micro_batches + workers - 1))
+
+
+def test_with_one_micro_batch_stages_work_one_after_another() -> None:
+    assert order_of("1f1b", workers=4, virtual_stages=1, micro_batches=1).bubble == 0.75

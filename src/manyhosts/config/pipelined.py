@@ -9,9 +9,12 @@ from typing import Any, ClassVar, Literal
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.mesh import OF_MESH
 from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
 
 MEASURED, BY_LAYERS = "measured", "layers"
 """How the cuts are found where the user has not named them."""
+GPIPE, INTERLEAVED, ZERO_BUBBLE = "gpipe", "interleaved", "zero-bubble"
+"""Orders in which a worker computes the passes of a step, beside `1f1b`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +31,14 @@ class Pipeline:
     """Where the model is cut. `measured`: rank 0 times each block, and the slowest stage is as fast as it can be;
     `layers`: equally many blocks for each worker; or the names of the blocks with which the second stage and those
     behind it begin, such as `["blocks.4", "blocks.8"]` (with commas between them in `--set`)."""
-    passes: Literal["1f1b", "gpipe"] = "1f1b"
-    """In which order a stage computes the micro-batches of a step. `gpipe`: all forward passes, then all backward
-    passes; `1f1b`: a backward pass as soon as there is one, so that few micro-batches are held at a time. Bits do not
-    depend on it."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    """In which order a worker computes the micro-batches of a step; bits do not depend on it. `gpipe`: all forward
+    passes, then all backward passes; `1f1b`: a backward pass as soon as there is one, so that few micro-batches are
+    held at a time; `interleaved`: the same with several stages on each worker, which waits less and sends more;
+    `zero-bubble`: gradients of weights are found when there is nothing else to do, so that it waits less and holds
+    more."""
+    virtual_stages: int = 2
+    """How many stages each worker has under `interleaved`."""
 
     def __post_init__(self) -> None:
         given: Any = self.cuts
@@ -50,8 +57,23 @@ class Pipeline:
                 where="Pipeline(stages=…)",
                 fix="set it to how many there are, or leave it out",
             )
-        if self.passes not in ("1f1b", "gpipe"):
-            raise ConfigError(f"passes is {self.passes!r}", where="Pipeline(passes=…)", fix='choose "1f1b" or "gpipe"')
+        if self.schedule not in (kinds := ("1f1b", GPIPE, INTERLEAVED, ZERO_BUBBLE)):
+            raise ConfigError(
+                f"schedule is {self.schedule!r}",
+                where="Pipeline(schedule=…)",
+                fix=f"{nearest(self.schedule, kinds)}known: {', '.join(kinds)}",
+            )
+        if self.virtual_stages < 2:
+            raise ConfigError(
+                f"virtual_stages is {self.virtual_stages}, and with one stage on each worker nothing is interleaved",
+                where="Pipeline(virtual_stages=…)",
+                fix="set it to 2 or more, or choose another schedule",
+            )
+
+    @property
+    def per_worker(self) -> int:
+        """How many stages a worker has."""
+        return self.virtual_stages if self.schedule == INTERLEAVED else 1
 
     @property
     def named(self) -> tuple[str, ...]:

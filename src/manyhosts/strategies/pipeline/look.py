@@ -16,7 +16,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import copy_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain, run
 from manyhosts.strategies.pipeline.messages import flat
-from manyhosts.strategies.pipeline.owners import leave, put_in
+from manyhosts.strategies.pipeline.owners import leave, put_in, tied_of
 from manyhosts.strategies.uses import Uses, tensors_in
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -176,7 +176,8 @@ def prove(
         for stage in range(len(cuts) - 1):
             copied = copy_of(model).train()
             whole = dict(copied.named_parameters())
-            tied = leave(copied, stages, stage)
+            leave(copied, stages, [stage])
+            tied = tied_of(copied, stages, stage)
             lent = {each.name: whole[each.name] for each in tied if each.stages[0] != stage}
             own = find_chain(copied)
             try:
@@ -206,10 +207,11 @@ def _not_alike(what: str) -> ConfigError:
 def _equal(one: Any, other: Any) -> bool:
     ours, theirs = flat(one), flat(other)
     return ours.shape == theirs.shape and all(
-        not there.is_meta and here.dtype == there.dtype and here.shape == there.shape and _same_bits(here, there)
+        not there.is_meta and here.dtype == there.dtype and here.shape == there.shape and same_bits(here, there)
         for here, there in zip(ours.tensors, theirs.tensors, strict=True)
     )
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape are equal; what is no number equals itself."""
     return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)

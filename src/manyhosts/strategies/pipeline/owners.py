@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ class Tied:
     name: str
     stages: list[int]
     """Those that use it, in their order; the first of them owns it."""
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]]
     """Where it is in the model."""
-    empty: nn.Parameter | None = None
-    """What stands there on a stage that does not own it."""
+    kept: nn.Parameter
+    """What stands there between passes: without values, where no stage of this worker owns it."""
 
 
 def uses_by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, list[int]]:
@@ -78,29 +78,27 @@ def places_of(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
     return [(module, key) for module in model.modules() for key, each in module._parameters.items() if each is found]
 
 
-def leave(model: nn.Module, stages: Mapping[str, Sequence[int]], own: int) -> list[Tied]:
-    """Keep the values of what stage `own` owns; of all else shape and dtype are left, on the meta device.
-
-    Returns the parameters that it shares with other stages, as users of one or the owner.
-    """
-    tied = [
-        Tied(name, list(users), places_of(model, name))
-        for name, users in stages.items()
-        if len(users) > 1 and own in users
-    ]
+def leave(model: nn.Module, stages: Mapping[str, Sequence[int]], own: Sequence[int]) -> None:
+    """Keep the values of what the stages `own` own; of all else shape and dtype are left, on the meta device."""
     empty: dict[int, Tensor] = {}
     by_id = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
     for module in model.modules():
         for key, each in [*module._parameters.items(), *module._buffers.items()]:
-            if each is None or stages[by_id[id(each)]][0] == own:
+            if each is None or stages[by_id[id(each)]][0] in own:
                 continue
             if id(each) not in empty:
                 empty[id(each)] = _without_values(each)
             _put(module, key, empty[id(each)])
-    for each_tied in tied:
-        module, key = each_tied.places[0]
-        each_tied.empty = module._parameters[key]
-    return tied
+
+
+def tied_of(model: nn.Module, stages: Mapping[str, Sequence[int]], own: int) -> list[Tied]:
+    """The parameters that stage `own` shares with other stages, as their owner or not. After `leave`."""
+    found = dict(model.named_parameters())
+    return [
+        Tied(name, list(users), places_of(model, name), found[name])
+        for name, users in stages.items()
+        if len(users) > 1 and own in users
+    ]
 
 
 def _without_values(tensor: Tensor) -> Tensor:
@@ -131,4 +129,4 @@ def put_in(tied: Sequence[Tied], values: Mapping[str, nn.Parameter]) -> Iterator
     finally:
         for each in here:
             for module, key in each.places:
-                _put(module, key, each.empty)
+                _put(module, key, each.kept)

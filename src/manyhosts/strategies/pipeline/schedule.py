@@ -1,33 +1,122 @@
-"""In which order a stage computes the micro-batches of a step, and how long it must wait in theory."""
+"""In which order a worker computes the passes of a step, and how long it must wait in theory.
+
+An order is found by playing a step through, with passes that take equally long and messages that take no time: each
+worker begins the first pass in its list of choices that can begin. So it never waits for what cannot come, with any
+number of micro-batches. Sources: 1F1B and interleaved stages, Narayanan et al. 2021, arXiv:2104.04473; the split
+backward pass and its limits of memory (ZB-H1), Qi et al. 2023, arXiv:2401.10241.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import NamedTuple
 
-Pass = tuple[Literal["forward", "backward"], int]
-"""What is computed, and of which micro-batch."""
+from manyhosts.config.pipelined import GPIPE, INTERLEAVED, ZERO_BUBBLE
+
+FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
 
-def passes(kind: str, *, stage: int, stages: int, micro_batches: int) -> Iterator[Pass]:
-    """Those of one stage, in order.
+class Pass(NamedTuple):
+    """What is computed of which stage and micro-batch.
 
-    Backward passes come in the order of the micro-batches under every kind: a gradient is added up in that order, so
-    its bits are those of one process.
+    Under `zero-bubble` a backward pass finds the gradients of what the stage was given, and `weights` those of its
+    weights; under the others there is no such pass.
     """
-    ahead = micro_batches if kind == "gpipe" else min(micro_batches, stages - 1 - stage)
-    for number in range(ahead):
-        yield "forward", number
-    for number in range(micro_batches):
-        if ahead + number < micro_batches:
-            yield "forward", ahead + number
-        yield "backward", number
+
+    kind: str
+    stage: int
+    micro_batch: int
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """The share of a step in which a stage waits, where all stages take equally long and messages take no time."""
-    return (stages - 1) / (micro_batches + stages - 1)
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The passes of a step."""
+
+    passes: tuple[tuple[Pass, ...], ...]
+    """Those of each worker, in order. Those of one kind and one stage come in the order of the micro-batches: a
+    gradient is added up in that order, so its bits are those of one process."""
+    bubble: float
+    """The share of the step in which a worker waits."""
+
+
+@lru_cache(maxsize=8)
+def order_of(schedule: str, *, workers: int, virtual_stages: int, micro_batches: int) -> Order:
+    """The order under `schedule`, where stage `k` is computed by worker `k % workers`."""
+    played = [_Worker(schedule, each, workers, virtual_stages, micro_batches) for each in range(workers)]
+    done: dict[Pass, int] = {}
+    now = 0
+    while any(each.waiting for each in played):
+        for each in played:
+            each.begin(now, done, last=workers * virtual_stages - 1)
+        now += 1
+    whole = max(done.values())
+    busy = 3 * virtual_stages * micro_batches
+    return Order(tuple(tuple(each.begun) for each in played), (whole - busy) / whole)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One that plays a step. A forward pass takes 1, a backward pass 2, each half of it 1."""
+
+    schedule: str
+    number: int
+    workers: int
+    virtual_stages: int
+    micro_batches: int
+    waiting: dict[str, deque[Pass]] = field(default_factory=dict)
+    """What has not begun, by kind."""
+    begun: list[Pass] = field(default_factory=list)
+    free: int = 0
+    """When the pass that it computes is through."""
+
+    def __post_init__(self) -> None:
+        stages = [self.number + self.workers * each for each in range(self.virtual_stages)]
+        for kind in (FORWARD, BACKWARD, *([WEIGHTS] if self.schedule == ZERO_BUBBLE else [])):
+            self.waiting[kind] = deque(
+                Pass(kind, stage, number)
+                for first in range(0, self.micro_batches, self.workers)  # as many at a time as there are workers
+                for stage in (stages if kind == FORWARD else reversed(stages))
+                for number in range(first, min(first + self.workers, self.micro_batches))
+            )
+
+    def begin(self, now: int, done: dict[Pass, int], *, last: int) -> None:
+        """Begin a pass, if one can."""
+        for kind in (FORWARD, BACKWARD, WEIGHTS) if self.free <= now else ():
+            queue = self.waiting.get(kind)
+            if queue and self._may(kind) and all(done.get(each, now + 1) <= now for each in _needs(queue[0], last)):
+                self.begun.append(queue.popleft())
+                self.free = now + (2 if kind == BACKWARD and self.schedule != ZERO_BUBBLE else 1)
+                done[self.begun[-1]] = self.free
+                if not queue:
+                    del self.waiting[kind]
+                return
+
+    def _may(self, kind: str) -> bool:
+        """Whether there is room for one more: as many forward passes wait for their backward pass as keep the workers
+        behind this one busy, and for their weights as there are workers."""
+        left = {each: len(self.waiting.get(each, ())) for each in (FORWARD, BACKWARD, WEIGHTS)}
+        if self.schedule == GPIPE:
+            return kind == FORWARD or not left[FORWARD]
+        behind = self.workers - self.number
+        if self.schedule == INTERLEAVED:
+            behind = 2 * behind - 1 + (self.virtual_stages - 1) * self.workers
+        room = left[BACKWARD] - left[FORWARD] < behind
+        return kind != FORWARD or (
+            room and (self.schedule != ZERO_BUBBLE or left[WEIGHTS] - left[FORWARD] < self.workers)
+        )
+
+
+def _needs(one: Pass, last: int) -> list[Pass]:
+    """What must be through before `one` can begin. `last`: the number of the last stage."""
+    kind, stage, number = one
+    if kind == FORWARD:
+        return [Pass(FORWARD, stage - 1, number)] if stage else []
+    if kind == WEIGHTS:
+        return [Pass(BACKWARD, stage, number)]
+    return [Pass(FORWARD, stage, number), *([Pass(BACKWARD, stage + 1, number)] if stage < last else [])]
 
 
 def even_cuts(blocks: int, stages: int) -> list[int]:

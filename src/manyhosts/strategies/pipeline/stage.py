@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.mesh import Mesh
 from manyhosts.data import randomness
 from manyhosts.strategies.pipeline.chain import Chain, run
+from manyhosts.strategies.pipeline.halves import Halves, Pass
 from manyhosts.strategies.pipeline.messages import (
     BACKWARD,
     FORWARD,
@@ -54,6 +54,8 @@ class _Held:
 
     outputs: list[Tensor]
     """Those that have a gradient; of the last stage the loss alone."""
+    starts: list[Tensor] = field(default_factory=list)
+    """The leaves in whose place what was received stands, where it has a gradient."""
     gradients: list[Tensor | None] = field(default_factory=list)
     """Of what was received and has one, once the backward pass has found it."""
 
@@ -61,12 +63,20 @@ class _Held:
 class Stage:
     """That of this worker."""
 
-    def __init__(self, model: nn.Module, chain: Chain, cuts: Sequence[int], tied: Sequence[Tied], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        cuts: Sequence[int],
+        tied: Sequence[Tied],
+        channel: Channel,
+        halves: Halves | None = None,
+    ) -> None:
+        """`halves`: where gradients of weights are found after those of inputs, in `weights`."""
         self.model, self.chain = model, chain
-        self.number, self.count = mesh.coordinate("pipe"), mesh.size("pipe")
+        self.number, self.count = channel.own, len(cuts) - 1
         self.begin, self.end = cuts[self.number], cuts[self.number + 1]
-        self.tied = tied
-        self.channel = Channel(mesh.world, mesh.peers("pipe"))
+        self.tied, self.channel, self.halves = tied, channel, halves
         self.lent: dict[str, nn.Parameter] = {}
         """What other stages own and this one uses, by name."""
         self.held: dict[int, _Held] = {}
@@ -85,7 +95,9 @@ class Stage:
 
     def lend(self) -> None:
         """Give the stages that use a weight of this one its value, and take those of others. All stages call this."""
-        self.lent = {}
+        self.lent, self.held = {}, {}
+        if self.halves is not None:
+            self.halves.left.clear()  # a step may have been interrupted
         for each in self.tied:
             owner, *users = each.stages
             if owner == self.number:
@@ -94,8 +106,7 @@ class Stage:
                     self.channel.send(module._parameters[key], user, VALUES)
                 continue
             value, _ = self.channel.receive(owner, VALUES)
-            assert each.empty is not None, f"{each.name} is another stage's"
-            self.lent[each.name] = nn.Parameter(value, requires_grad=each.empty.requires_grad)
+            self.lent[each.name] = nn.Parameter(value, requires_grad=each.kept.requires_grad)
 
     @contextmanager
     def values(self) -> Iterator[None]:
@@ -141,6 +152,7 @@ class Stage:
                 tensors.append(tensor)
                 continue
             starts = torch.empty(0, requires_grad=True)
+            held.starts.append(starts)
             made: Tensor = _Received.apply(starts, tensor, held.gradients, number)  # type: ignore[no-untyped-call]
             tensors.append(made)
             number += 1
@@ -165,11 +177,24 @@ class Stage:
                 given.append(gradient)
         if roots:
             with self.values():
-                torch.autograd.backward(roots, given)
+                self._go_back(number, roots, given, held)
         if not self.is_first:
             self.channel.send(held.gradients, self.number - 1, BACKWARD)
         self._pass_on_gradients()
         self.channel.finish(but=4 * self.count * (1 + len(self.tied)))
+
+    def _go_back(self, number: int, roots: list[Tensor], given: list[Tensor | None], held: _Held) -> None:
+        if self.halves is None or not held.starts:
+            torch.autograd.backward(roots, given)
+        else:
+            apart = [self.lent.get(each.name, each.kept) for each in self.tied]  # they are passed on with this pass
+            self.halves.first(number, Pass(roots, given, held.starts, held.gradients, apart))
+
+    def weights(self, number: int) -> None:
+        """Find what the backward pass of that micro-batch has left: gradients of weights."""
+        assert self.halves is not None, "another schedule has no such pass"
+        with self.values():
+            self.halves.second(number)
 
     def _of_later_uses(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The gradients that later stages have found, in this micro-batch, for weights that this one uses, too."""
@@ -189,23 +214,29 @@ class Stage:
                 self.channel.send(weight.grad, each.stages[place - 1], GRADIENTS)
                 weight.grad = None
 
-    # An evaluation.
 
-    def evaluate(self, inputs: Any) -> Any:
-        """What the model gives, on every worker: all stages call this, with the same inputs. It has no gradient."""
-        with torch.no_grad():
-            self.lend()
-            seeded = randomness.states()
-            outputs = self.forward(-1, inputs)
-            last = self.count - 1
-            if self.is_last:
-                for stage in range(last):
-                    self.channel.send([outputs, _drawn_since(seeded)], stage, OUTPUTS)
-            else:
-                (outputs, drawn), _ = self.channel.receive(last, OUTPUTS)
-                _go_on(drawn)
-            self.channel.finish()
-        return outputs
+def evaluate(stages: Sequence[Stage], inputs: Any) -> Any:
+    """What the model gives, on every worker, whose `stages` these are: all call this, with the same inputs.
+
+    It has no gradient.
+    """
+    with torch.no_grad():
+        for each in stages:
+            each.lend()
+        seeded = randomness.states()
+        for each in stages:
+            randomness.put(seeded)
+            outputs = each.forward(-1, inputs)
+        first, last = stages[0], stages[-1]
+        if last.is_last:
+            for worker in range(first.number):
+                last.channel.send([outputs, _drawn_since(seeded)], worker, OUTPUTS)
+        else:
+            (outputs, drawn), _ = first.channel.receive(first.count - 1, OUTPUTS)
+            _go_on(drawn)
+        for each in stages:
+            each.channel.finish()
+    return outputs
 
 
 def _drawn_since(seeded: randomness.States) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""A pipeline: each worker is a stage, has the tensors of its blocks, and computes one micro-batch after another.
+"""A pipeline: each worker has a stage or several, the tensors of their blocks, and computes micro-batches in turn.
 
 The workers of one copy of the model read the same samples, in the micro-batches in which one process would compute
 them. With one copy weights come out bit for bit as those of that process, under every schedule and number of stages.
@@ -7,7 +7,10 @@ them. With one copy weights come out bit for bit as those of that process, under
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -18,18 +21,19 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
-from manyhosts.config.pipelined import BY_LAYERS, MEASURED, Pipeline
+from manyhosts.config.pipelined import BY_LAYERS, MEASURED, ZERO_BUBBLE, Pipeline
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain
+from manyhosts.strategies.pipeline.halves import Halves
 from manyhosts.strategies.pipeline.holding import Stages
 from manyhosts.strategies.pipeline.look import Seen, look, prove
-from manyhosts.strategies.pipeline.messages import OUTPUTS
-from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, uses_by_blocks
-from manyhosts.strategies.pipeline.schedule import best_cuts, bubble, even_cuts, loads, passes
-from manyhosts.strategies.pipeline.stage import Stage
+from manyhosts.strategies.pipeline.messages import OUTPUTS, Channel, Inbox
+from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, tied_of, uses_by_blocks
+from manyhosts.strategies.pipeline.schedule import BACKWARD, WEIGHTS, best_cuts, even_cuts, loads, order_of
+from manyhosts.strategies.pipeline.stage import Stage, evaluate
 from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
@@ -48,9 +52,12 @@ class Pipelined(ComputedTogether):
         """
         stages = config.stages or world.size
         super().__init__(Mesh(world, pipe=stages), Stages(world), name="pipeline")
-        self.stages = stages
+        self.workers = stages
+        """Those of one copy of the model."""
+        self.stages = stages * config.per_worker
         self.config = config
-        self.stage: Stage | None = None
+        self.own: list[Stage] = []
+        """The stages of this worker, in the order of the model."""
         self.loss = nn.Module()
         """The loss, where it has tensors of its own: all keep them, and the last stage finds their gradients."""
         self.computed_s = 0.0
@@ -86,21 +93,32 @@ class Pipelined(ComputedTogether):
             prove(whole, stages, cuts, sample.inputs(), sample.context)
         self.world.barrier()
         self._say(chain, cuts, seen.seconds)
-        tied = leave(whole, stages, self.mesh.coordinate("pipe"))
+        own = range(self.mesh.coordinate("pipe"), self.stages, self.workers)
+        leave(whole, stages, own)
         self.loss = loss[0] if loss else nn.Module()
-        self.stage = Stage(whole, chain, cuts, tied, self.mesh)
-        whole.forward = self.stage.evaluate
+        ranks, inbox = [*self.mesh.peers("pipe")] * self.config.per_worker, Inbox(deque)
+        for number in own:
+            tied, halves = tied_of(whole, stages, number), Halves() if self.config.schedule == ZERO_BUBBLE else None
+            self.own.append(Stage(whole, chain, cuts, tied, Channel(self.world, ranks, number, inbox), halves))
+        whole.forward = partial(evaluate, self.own)
         self.parameters = list(model.parameters())
         return model
 
     def _check_count(self, chain: Chain) -> None:
+        if chain.is_trunk and self.config.per_worker > 1:
+            raise ConfigError(
+                "stages that are interleaved share a worker, and a model that does more than to call its blocks would "
+                "find there what another stage has before its first block",
+                where="Pipeline(schedule=…)",
+                fix="write the model as nn.Sequential, or choose another schedule",
+            )
         if len(chain.blocks) < self.stages:
             raise ConfigError(
                 f"there are {self.stages} stages, and the model has {len(chain.blocks)} blocks: "
                 f"{', '.join(chain.names)}",
                 where="strategy='pipeline'",
-                fix=f"set stages to at most {len(chain.blocks)} (where it is not set, each worker is one), or write "
-                "the model in more blocks",
+                fix=f"start fewer workers or set stages to fewer (with a stage on each worker, and under 'interleaved' "
+                f"virtual_stages, there may be {len(chain.blocks)}), or write the model in more blocks",
             )
 
     def _check_copies(self, model: nn.Module, *loss: nn.Module) -> None:
@@ -168,7 +186,7 @@ class Pipelined(ComputedTogether):
     def _say(self, chain: Chain, cuts: Sequence[int], seconds: list[float]) -> None:
         begins = [chain.names[place] for place in cuts[:-1]]
         copies = self.mesh.data.size
-        words = f"pipeline of {self.stages} stages, which begin with {', '.join(begins)}"
+        words = f"pipeline of {self.stages} stages ({self.config.schedule}), which begin with {', '.join(begins)}"
         words += f", in {copies} copies" if copies > 1 else ""
         if seconds:
             took = [f"{1e3 * each:.3g}" for each in loads(seconds, list(cuts))]
@@ -186,17 +204,28 @@ class Pipelined(ComputedTogether):
         """Send the micro-batches through, and add up the gradients of this stage's blocks."""
         for parameter in self.parameters:
             parameter.grad = None
-        stage, halves = self.stage, cast(InTwo, compute)
-        assert stage is not None, "place() comes before forward_backward()"
+        halves = cast(InTwo, compute)
+        assert self.own, "place() comes before forward_backward()"
+        if len(self.own) > 1:
+            pieces = [replace(each, bring=cache(each.bring)) for each in pieces]  # each stage asks for a batch
         tally = StepMetrics(control_flags, self.agreed, self.world)
-        losses: list[Tensor] = []
-        begin, waited = time.perf_counter(), stage.channel.waited_s
-        stage.held = {}
-        stage.lend()
-        order = passes(self.config.passes, stage=stage.number, stages=stage.count, micro_batches=len(pieces))
-        for kind, number in order:
-            if kind == "backward":
-                stage.backward(number, losses[number] if stage.is_last else None)
+        losses: dict[int, Tensor] = {}
+        begin, waited = time.perf_counter(), self._waited_s()
+        for stage in self.own:
+            stage.lend()
+        order = order_of(
+            self.config.schedule,
+            workers=self.workers,
+            virtual_stages=self.config.per_worker,
+            micro_batches=len(pieces),
+        )
+        for kind, place, number in order.passes[self.mesh.coordinate("pipe")]:
+            stage = self.own[place // self.workers]
+            if kind == WEIGHTS:
+                stage.weights(number)
+                continue
+            if kind == BACKWARD:
+                stage.backward(number, losses.pop(number) if stage.is_last else None)
                 continue
             piece = pieces[number]
             inputs, targets = halves.inputs_of(piece)
@@ -204,27 +233,31 @@ class Pipelined(ComputedTogether):
                 outputs = stage.forward(number, inputs)
                 if stage.is_last:
                     values = halves.values_of(outputs, targets)
-                    losses.append(scale(tally.add(values, piece.weight)))
-        self._share_loss(stage)
-        stage.channel.finish()
+                    losses[number] = scale(tally.add(values, piece.weight))
+        self._share_loss()
+        for stage in self.own:
+            stage.channel.finish()
         self.sum_copies()
         self.computed_s += time.perf_counter() - begin
-        self.waited_s += stage.channel.waited_s - waited
-        self.theory.append(bubble(stage.count, len(pieces)))
+        self.waited_s += self._waited_s() - waited
+        self.theory.append(order.bubble)
         self.world.wait(tally.start_sum())
         return tally.outcome()
 
+    def _waited_s(self) -> float:
+        return sum(stage.channel.waited_s for stage in self.own)
+
     @torch.no_grad()
-    def _share_loss(self, stage: Stage) -> None:
+    def _share_loss(self) -> None:
         """Have on all workers what the last stage has found for the loss's own tensors."""
         parameters, buffers = list(self.loss.parameters()), list(self.loss.buffers())
         if not parameters and not buffers:
             return
-        if stage.is_last:
-            for other in range(stage.number):
-                stage.channel.send([[each.grad for each in parameters], buffers], other, OUTPUTS)
+        if self.own[-1].is_last:
+            for other in range(self.workers - 1):
+                self.own[-1].channel.send([[each.grad for each in parameters], buffers], other, OUTPUTS)
             return
-        (gradients, changed), _ = stage.channel.receive(stage.count - 1, OUTPUTS)
+        (gradients, changed), _ = self.own[0].channel.receive(self.stages - 1, OUTPUTS)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for buffer, value in zip(buffers, changed, strict=True):
@@ -280,15 +313,19 @@ class Pipelined(ComputedTogether):
 
     def about_time(self) -> str:
         """How long stages have waited, in a sentence; empty where nothing was computed. All workers call this."""
-        if self.stage is None or not self.computed_s:
+        if not self.computed_s:
             return ""
-        own = self.waited_s / self.computed_s
-        shares = self.mesh.along("pipe").stack(torch.tensor([own], dtype=torch.float64)).flatten().tolist()
+        is_whole = any(stage.halves is not None and stage.number and not stage.halves.is_sound for stage in self.own)
+        own = torch.tensor([self.waited_s / self.computed_s, is_whole], dtype=torch.float64)
+        shares, wholes = self.mesh.along("pipe").stack(own).T.tolist()
+        whole = ", ".join(str(stage) for stage, each in enumerate(wholes) if each)
         expected = sum(self.theory) / len(self.theory)
         waited = ", ".join(f"{100 * share:.0f} %" for share in shares)
         return (
             f"pipeline: the stages waited {waited} of the time of their passes; where all take equally long and "
             f"messages no time it would be {100 * expected:.0f} %, and less with smaller micro-batches"
+            + f"; stages {whole} computed backward passes whole, for in halves their bits differ"
+            * bool(whole)
         )
 
 

@@ -96,7 +96,7 @@ def leave(model: nn.Module, stages: Mapping[str, Sequence[int]], own: int) -> li
                 continue
             if id(each) not in empty:
                 empty[id(each)] = _without_values(each)
-            _put(module, key, empty[id(each)])
+            put_parameter(module, key, empty[id(each)])
     for each_tied in tied:
         module, key = each_tied.places[0]
         each_tied.empty = module._parameters[key]
@@ -111,7 +111,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return made
 
 
-def _put(module: nn.Module, key: str, tensor: Any) -> None:
+def put_parameter(module: nn.Module, key: str, tensor: Any) -> None:
     held = module._parameters if key in module._parameters else module._buffers
     if isinstance(module, nn.RNNBase) and key in module._parameters:
         setattr(module, key, tensor)  # it has a list of them beside
@@ -125,10 +125,10 @@ def put_in(tied: Sequence[Tied], values: Mapping[str, nn.Parameter]) -> Iterator
     here = [each for each in tied if each.name in values]
     for each in here:
         for module, key in each.places:
-            _put(module, key, values[each.name])
+            put_parameter(module, key, values[each.name])
     try:
         yield
     finally:
         for each in here:
             for module, key in each.places:
-                _put(module, key, each.empty)
+                put_parameter(module, key, each.empty)

@@ -39,6 +39,7 @@ class Pipelined(CutModel):
     """Parameters, gradients and optimizer state of some blocks on each worker, and of no other."""
 
     traits = TRAITS["pipeline"]
+    stage_kind: type[Stage] = Stage
 
     def __init__(self, config: Pipeline, world: World) -> None:
         """A strategy for several workers.
@@ -107,7 +108,7 @@ class Pipelined(CutModel):
         self._say(chain, cuts, seen.seconds)
         tied = leave(whole, stages, self.mesh.coordinate("pipe"))
         self.loss = loss[0] if loss else nn.Module()
-        self.stage = Stage(whole, chain, cuts, tied, self.mesh)
+        self.stage = self.stage_kind(whole, chain, cuts, tied, self.mesh)
         whole.forward = self.stage.evaluate
         self.parameters = list(model.parameters())
         return model

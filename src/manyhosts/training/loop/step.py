@@ -19,7 +19,7 @@ from manyhosts.data.steps import Step
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, StepOutcome, TellsMisuse
+from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, StepOutcome, TellsMisuse, UpdatesWithin
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.bad_steps import BadSteps
 from manyhosts.training.loop.clock import StepClock
@@ -80,8 +80,9 @@ class Stepper:
         self.watcher = parts.watcher
         if isinstance(parts.strategy, OwnLoop):
             parts.strategy.remembers = keep_buffers or bad_steps.leave_out
-            parts.strategy.before_update = snapshot_schedule.before_update
             parts.strategy.done = lambda: state.step
+        if isinstance(parts.strategy, UpdatesWithin):
+            parts.strategy.before_update = snapshot_schedule.before_update
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
@@ -149,7 +150,7 @@ class Stepper:
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        if not self.first_steps.looking or isinstance(self.parts.strategy, OwnLoop):  # whose updates are its own
+        if not self.first_steps.looking or isinstance(self.parts.strategy, UpdatesWithin):
             yield
             return
         self.first_steps.before_forward()

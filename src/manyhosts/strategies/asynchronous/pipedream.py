@@ -41,6 +41,8 @@ class VersionedStage(Stage):
         """That of a pipeline, with the weights of its forward pass; and an update, where it is time for one."""
         self.versions.before_backward(number)
         super().backward(number, loss)
+        if loss is not None:
+            loss.detach_()  # whoever holds it holds no version with it
         self.versions.after_backward(number)
 
 

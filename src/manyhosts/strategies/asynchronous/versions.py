@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from manyhosts.config.pipedream import PipeDream
 from manyhosts.strategies.pipeline.owners import places_of, put_parameter
@@ -71,7 +71,7 @@ class Versions:
         self.stalest = max(self.stalest, group - version)
         for parameter, own in zip(self.trained, self._kept.get(version, ()), strict=False):
             if own.grad is not None:
-                parameter.grad = own.grad if parameter.grad is None else parameter.grad + own.grad
+                parameter.grad = own.grad if parameter.grad is None else parameter.grad.add_(own.grad)
                 own.grad = None
         if (number + 1) % self.config.accumulate == 0 or number + 1 == self.micro_batches:
             self._update()
@@ -81,6 +81,7 @@ class Versions:
         needed = set(self._under_way.values())
         if self.config.versions == "two" and (before + 1) * self.config.accumulate < self.micro_batches:
             needed.add(before)  # the next micro-batches compute with it
+        self._kept = {version: each for version, each in self._kept.items() if version in needed}
         if self.config.versions != "one" and before in needed:
             self._as_parameters(before)
             for parameter in self.trained:
@@ -88,7 +89,6 @@ class Versions:
         with self._unseen() if self.config.versions == "one" else nullcontext():
             self.update()
         self.newest += 1
-        self._kept = {version: each for version, each in self._kept.items() if version in needed}
         self.most = max(self.most, len(self._kept) + 1)
 
     def _as_parameters(self, version: int) -> list[nn.Parameter]:
@@ -101,9 +101,9 @@ class Versions:
             self._kept[version] = [nn.Parameter(each.data) for each in self.trained]
         return self._kept[version]
 
-    def _unseen(self) -> torch.autograd._unsafe_preserve_version_counter:
+    def _unseen(self) -> _unsafe_preserve_version_counter:
         """Within, parameters change, and autograd lets the passes under way go on with their new values."""
-        return torch.autograd._unsafe_preserve_version_counter(tuple(self.trained))
+        return _unsafe_preserve_version_counter(tuple(self.trained))
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         for places, parameter in zip(self.places, parameters, strict=True):

@@ -112,6 +112,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def put_parameter(module: nn.Module, key: str, tensor: Any) -> None:
+    """Have `tensor` stand in `module` as its parameter or buffer `key`."""
     held = module._parameters if key in module._parameters else module._buffers
     if isinstance(module, nn.RNNBase) and key in module._parameters:
         setattr(module, key, tensor)  # it has a list of them beside

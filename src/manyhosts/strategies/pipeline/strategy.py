@@ -212,22 +212,17 @@ class Pipelined(CutModel):
         stage, halves = self.stage, cast(InTwo, compute)
         assert stage is not None, "place() comes before forward_backward()"
         tally = StepMetrics(control_flags, self.agreed, self.world)
-        losses: list[Tensor] = []
+        losses: dict[int, Tensor] = {}
         begin, waited = time.perf_counter(), stage.channel.waited_s
         stage.held = {}
         stage.lend()
         order = passes(self.config.passes, stage=stage.number, stages=stage.count, micro_batches=len(pieces))
         for kind, number in order:
             if kind == "backward":
-                stage.backward(number, losses[number] if stage.is_last else None)
-                continue
-            piece = pieces[number]
-            inputs, targets = halves.inputs_of(piece)
-            with halves.context():
-                outputs = stage.forward(number, inputs)
-                if stage.is_last:
-                    values = halves.values_of(outputs, targets)
-                    losses.append(scale(tally.add(values, piece.weight)))
+                stage.backward(number, losses.pop(number, None))
+            elif (loss := self._forward(stage, number, pieces[number], halves, tally)) is not None:
+                losses[number] = scale(loss)
+                del loss  # or this graph, and what it keeps, would stay until the next one
         self._share_loss(stage)
         stage.channel.finish()
         self._sum_copies()
@@ -236,6 +231,13 @@ class Pipelined(CutModel):
         self.theory.append(bubble(stage.count, len(pieces)))
         self.world.wait(tally.start_sum())
         return tally.outcome()
+
+    def _forward(self, stage: Stage, number: int, piece: Piece, halves: InTwo, tally: StepMetrics) -> Tensor | None:
+        """One micro-batch through this stage. The last one has its weighted loss."""
+        inputs, targets = halves.inputs_of(piece)
+        with halves.context():
+            outputs = stage.forward(number, inputs)
+            return tally.add(halves.values_of(outputs, targets), piece.weight) if stage.is_last else None
 
     @torch.no_grad()
     def _share_loss(self, stage: Stage) -> None:

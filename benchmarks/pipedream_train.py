@@ -80,7 +80,7 @@ def digits() -> tuple[nn.Module, TensorDataset, TensorDataset | None, nn.Module,
         *(nn.Conv2d(1, 16, 3, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.GELU()),
         *(nn.Flatten(), nn.Linear(512, 64), nn.GELU(), nn.Linear(64, 10)),
     )
-    return model, train, validation, nn.CrossEntropyLoss(), lambda params: torch.optim.SGD(params, lr=0.02)
+    return model, train, validation, nn.CrossEntropyLoss(), lambda params: torch.optim.AdamW(params, lr=5e-4)
 
 
 def characters() -> tuple[nn.Module, TensorDataset, TensorDataset | None, nn.Module, Callable[..., Any]]:

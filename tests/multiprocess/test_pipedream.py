@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from commands import summary
+from launching import run
 from ranks import run_ranks
 from runs import step_lines
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ LAYERS = 5
 class Case:
     """One training, in plain values that travel to other processes."""
 
-    versions: str
+    versions: Literal["two", "all", "one"]
     accumulate: int
     optimizer: str = "SGD"
 
@@ -34,6 +36,9 @@ class Case:
         if self.optimizer == "AdamW":
             return torch.optim.AdamW(params, lr=0.02)
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def strategy(self) -> mh.PipeDream:
+        return mh.PipeDream(versions=self.versions, accumulate=self.accumulate, cuts="layers")
 
 
 CASES = {
@@ -72,19 +77,22 @@ class Stale(torch.autograd.Function):
         return gradient @ later, gradient.t() @ given, gradient.sum(0), None
 
 
-def simulated(case: Case, stages: int) -> dict[str, Tensor]:
+def simulated(case: Case, stages: int, copies: int = 1) -> dict[str, Tensor]:
     """The weights that the published rules give, in one process, from a list of all that there were in a step.
 
     What a stage's forward pass of a micro-batch finds: all updates of the backward passes before it, of which there
     are as many as micro-batches before it, less those under way behind the stage (`all`, `one`); or the updates up to
-    the group before last (`two`).
+    the group before last (`two`). Each of `copies` of a stage has a part of every batch, and of every micro-batch.
     """
     model, (inputs, targets) = network(), data()
     optimizer = case.of(model.parameters())
     for batch in batches():
         history = [{name: each.detach().clone() for name, each in model.named_parameters()}]
         optimizer.zero_grad()
-        for number, rows in enumerate(pieces := batch.split(PIECE)):
+        pieces = [
+            torch.cat(each) for each in zip(*[part.split(PIECE // copies) for part in batch.chunk(copies)], strict=True)
+        ]
+        for number, rows in enumerate(pieces):
             group = number // case.accumulate
             hidden, leaves = inputs[rows], {}
             for layer in range(0, 2 * LAYERS, 2):
@@ -127,8 +135,8 @@ def trainer_of(case: Case, folder: Path, model: nn.Module, **further: Any) -> mh
         loss=nn.MSELoss(),
         optimizer=case.of,
         data=mh.Data(train=train, validation=train, batch_size=BATCH, shuffle=False),
-        strategy=mh.PipeDream(versions=case.versions, accumulate=case.accumulate, cuts="layers"),  # type: ignore[arg-type]
-        **{"micro_batch_size": PIECE, "run_dir": folder, **further},
+        run_dir=folder,
+        **{"micro_batch_size": PIECE, "strategy": case.strategy(), **further},
     )
 
 
@@ -155,3 +163,92 @@ def test_stages_have_the_weights_that_a_plain_simulation_of_their_delays_has(sta
         most = {"two": 2, "all": 1 + -(-behind // case.accumulate), "one": 1}[case.versions]
         stale = {"two": 1, "all": most - 1, "one": min(1, behind)}[case.versions]
         assert all(line["versions_max"] == most and line["staleness_max"] == stale for line in lines), name
+
+
+class Mixed(nn.Module):
+    """A block in which chance and running statistics have a hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, given: Tensor) -> Tensor:
+        found: Tensor = self.dropout(torch.tanh(self.norm(self.layer(given))))
+        return found
+
+
+def mixed() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(*[Mixed() for _ in range(4)], nn.Linear(WIDTH, WIDTH))
+
+
+def both(rank: int, before: int, after: int, folder: Path) -> list[Any]:
+    """The weights' hash and the validation loss where a run is taken up, and after it has continued."""
+    found: list[Any] = []
+    for steps in (before, after):
+        if steps:
+            result = trainer_of(Case("two", 3, "AdamW"), folder, mixed()).fit(f"{steps} steps")
+            found += [result.weights_sha256, result.validation["loss"]]
+    return found
+
+
+def test_with_two_versions_one_run_has_the_same_bits_on_changing_numbers_of_stages(tmp_path: Path) -> None:
+    [whole] = run_ranks(1, both, 0, 6, tmp_path / "whole")
+    for workers, before in ((3, 0), (2, 2), (1, 4)):
+        answers = run_ranks(workers, both, before, before + 2, tmp_path / "run")
+        assert all(answer == answers[0] for answer in answers)
+    assert answers[0][2:] == whole
+
+
+def in_copies(rank: int, folder: Path) -> None:
+    case, strategy = Case("all", 2), mh.PipeDream(versions="all", accumulate=2, stages=2, cuts="layers")
+    trainer_of(case, folder, network(), strategy=strategy, micro_batch_size=PIECE // 2).fit(f"{STEPS} steps")
+
+
+def test_copies_of_stages_update_by_the_gradient_of_all_of_them(tmp_path: Path) -> None:
+    run_ranks(4, in_copies, tmp_path)
+    expected, found = simulated(Case("all", 2), stages=2, copies=2), mh.load(tmp_path, weights="last")
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+SCRIPT = """
+    import os, signal, sys
+    sys.path[:0] = [{tests!r}, {here!r}]
+    import manyhosts as mh
+    import torch
+    from test_pipedream import Case, mixed, trainer_of
+
+    class Trouble(torch.nn.Module):
+        seen = 0
+
+        def forward(self, given):
+            self.seen += self.training
+            if os.environ.get("RANK") == "1" and self.seen == 45 and not os.path.exists("killed"):
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return given
+
+    torch.set_num_threads(1)
+    model = mixed()
+    model[3].dropout = torch.nn.Sequential(model[3].dropout, Trouble())
+    case = Case("{versions}", 3, "AdamW")
+    trainer_of(case, None, model, snapshots=mh.Snapshots(every="2 steps")).fit("6 steps")
+"""
+
+
+def test_a_killed_stage_is_replaced_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """Also with a version for each micro-batch under way: which weights a pass finds follows from no clock."""
+    here = Path(__file__).parent
+    found = []
+    for name in ("killed", "whole"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "whole":
+            (folder / "killed").touch()  # so that nobody is
+        script = SCRIPT.format(tests=str(here.parent), here=str(here), versions="all")
+        done = run(folder, script, "--workers", "2", "--restarts", "1")
+        assert done.code == 0, done.err
+        found.append(summary(done.run_dir))
+    assert [each["restarts"] for each in found] == [1, 0]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]

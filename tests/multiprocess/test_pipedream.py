@@ -18,6 +18,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.errors import ConfigError, TrainingError
+from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 
 pytestmark = pytest.mark.multiprocess
 WIDTH, SAMPLES, BATCH, PIECE, STEPS = 6, 107, 42, 4, 5  # a batch is ten micro-batches of 4 and one of 2
@@ -132,11 +134,15 @@ def trainer_of(case: Case, folder: Path, model: nn.Module, **further: Any) -> mh
     train = TensorDataset(*data())
     return mh.Trainer(
         model=model,
-        loss=nn.MSELoss(),
-        optimizer=case.of,
         data=mh.Data(train=train, validation=train, batch_size=BATCH, shuffle=False),
         run_dir=folder,
-        **{"micro_batch_size": PIECE, "strategy": case.strategy(), **further},
+        **{
+            "loss": nn.MSELoss(),
+            "optimizer": case.of,
+            "strategy": case.strategy(),
+            "micro_batch_size": PIECE,
+            **further,
+        },
     )
 
 
@@ -252,3 +258,90 @@ def test_a_killed_stage_is_replaced_and_the_run_goes_on_to_the_same_bits(tmp_pat
         found.append(summary(done.run_dir))
     assert [each["restarts"] for each in found] == [1, 0]
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+
+
+class Counted(torch.optim.SGD):
+    """Notes its steps in a list that others write into, too."""
+
+    def __init__(self, params: Any, notes: list[str]) -> None:
+        super().__init__(params, lr=0.1)
+        self.notes = [notes]
+
+    def step(self, closure: Any = None) -> None:
+        self.notes[0].append("update")
+        super().step()
+
+
+def test_what_reads_the_model_beside_a_step_is_waited_for_before_each_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(SnapshotSchedule, "before_update", lambda self: notes.append("wait"))
+    trainer = trainer_of(Case("all", 4), tmp_path, network(), optimizer=lambda params: Counted(params, notes))
+    trainer.fit("1 step")
+    assert notes[:6] == ["wait", "update"] * 3, notes
+    assert notes.count("update") == 3, "11 micro-batches, four behind each update but the last"
+
+
+class Breaks(nn.MSELoss):
+    """No number any more, from the middle of the second step on."""
+
+    seen = 0
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(input, target) * (float("nan") if self.seen > 15 else 1)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_in_no_snapshot(tmp_path: Path) -> None:
+    snapshots = mh.Snapshots(every="1 step")
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        trainer_of(Case("two", 3), tmp_path, network(), loss=Breaks(), snapshots=snapshots).fit("3 steps")
+    assert [each.name for each in (tmp_path / "snapshots").glob("step-*")] == ["step-00000001"]
+    assert trainer_of(Case("two", 3), tmp_path, network()).fit("3 steps").steps == 3
+
+
+class Tied(nn.Sequential):
+    """The last layer is the first."""
+
+    def __init__(self) -> None:
+        super().__init__(*network())
+        self[8].weight = self[0].weight
+
+
+class Sloped(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.slope * outputs - targets).square().mean()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tied weights": ({"model": Tied}, "the weight '0.weight' is used by several stages"),
+    "a loss with a parameter": ({"loss": Sloped()}, "the loss has parameters or buffers"),
+    "too many stages": ({"strategy": mh.PipeDream(accumulate=1)}, "set accumulate=2 or more"),
+    "a cut of nothing": ({"strategy": mh.PipeDream(cuts=["x", "y"])}, "where: PipeDream(cuts=…)"),
+    "no multiple": ({"strategy": mh.PipeDream(stages=2)}, "where: PipeDream(stages=…)"),
+}
+
+
+def refused(rank: int, folder: Path) -> dict[str, str]:
+    found = {}
+    for name, (changes, _) in REFUSED.items():
+        changed = {key: value() if key == "model" else value for key, value in changes.items()}
+        try:
+            trainer_of(Case("two", 4), folder / name, **{"model": network(), **changed}).fit("1 step")
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_stages_cannot_keep_is_refused_on_every_worker(tmp_path: Path) -> None:
+    answers = run_ranks(3, refused, tmp_path)
+    for name, (_, words) in REFUSED.items():
+        assert all(words in answer.get(name, "") for answer in answers), f"{name}: {answers[0].get(name)}"
+        assert "mh.Pipeline(" not in answers[0][name], name

@@ -4,8 +4,9 @@
 
 Speed: as many blocks as stages, each of which sleeps 100 ms in both passes, so that this machine's other work falls on
 none of them. An update is made of as many micro-batches as there are stages: under 1F1B that is a batch; else 64
-micro-batches pass through between two meetings. Counted are samples per second behind the first step, by turns. The
-bubble is what the stages of 1F1B say that they have waited.
+or 128 micro-batches pass through between two meetings. Counted are samples per second behind the first step, by turns.
+The bubble is the share of the time in which the stages of 1F1B do not sleep, messages and this machine's other work
+among it; beside it stands what they say themselves that they have waited for messages of others.
 
 Memory: four stages of one block of 64 MB, SGD with momentum; the peak of each worker's process behind the first step.
 
@@ -35,6 +36,10 @@ RECORD, REPORT = HERE / "pipedream.jsonl", HERE / "pipedream.md"
 WAYS = ("1f1b", "two", "all", "one")
 BETWEEN = 64
 """Micro-batches between two meetings."""
+SPEEDS = ((4, 128), (4, BETWEEN), (2, BETWEEN))
+"""Stages, and micro-batches between two meetings."""
+BUSY_S = 0.2
+"""What a micro-batch takes each stage, both passes together, which is slept."""
 LOSSES: dict[str, dict[str, int]] = {
     "digits": {"piece": 8, "accumulate": 4, "meetings": 20},
     "characters": {"piece": 4, "accumulate": 4, "meetings": 12},
@@ -44,10 +49,10 @@ ALLOWED = 1.3
 
 def speeds(rounds: int) -> Iterator[dict[str, Any]]:
     for _ in range(rounds):
-        for stages in (4, 2):
+        for stages, between in SPEEDS:
             for way in WAYS:
                 plain = way == "1f1b"
-                batch, steps = (4 * stages, 10) if plain else (4 * BETWEEN, 3)
+                batch, steps = (4 * stages, 10) if plain else (4 * between, 1 + 128 // between)
                 yield {"task": "sleeping", "way": way, "workers": stages, "blocks": stages, "accumulate": stages} | {
                     "batch": batch,
                     "piece": 4,
@@ -129,24 +134,23 @@ def spread(values: Iterable[float], digits: int) -> str:
 
 
 def of_speed(lines: list[Any]) -> Iterator[str]:
+    yield "| stages | way | micro-batches between meetings | samples per second | of 1F1B's | of its / (1 - bubble) | n |"
+    yield "|---|---|---|---|---|---|---|"
     for stages in (4, 2):
+        rates: dict[tuple[str, int], list[float]] = {}
         runs = [line for line in lines if line["part"] == "speed" and line["asked"]["workers"] == stages]
-        rates = {way: [each["found"]["rate"] for each in runs if each["asked"]["way"] == way] for way in WAYS}
-        plain = [each["found"]["waited"] for each in runs if each["asked"]["way"] == "1f1b"]
-        bubble = statistics.median(statistics.mean(each) for each in plain)
-        base = statistics.median(rates["1f1b"])
-        yield f"### {stages} stages, an update after every {stages} micro-batches, n = {len(plain)}"
-        yield ""
-        yield f"1F1B's measured bubble is {100 * bubble:.0f} %, so a pipeline without one would give "
-        yield f"{1 / (1 - bubble):.2f} times its samples per second."
-        yield ""
-        yield "| way | samples per second | of 1F1B's | of what is there to be had |"
-        yield "|---|---|---|---|"
-        for way in WAYS:
-            ratio = statistics.median(rates[way]) / base
-            share = f"{ratio * (1 - bubble):.2f}"
-            yield f"| {named(way)} | {spread(rates[way], 1)} | {ratio:.2f} | {'' if way == '1f1b' else share} |"
-        yield ""
+        for asked, found in ((line["asked"], line["found"]) for line in runs):
+            rates.setdefault((asked["way"], asked["batch"] // asked["piece"]), []).append(found["rate"])
+        base = statistics.median(rates["1f1b", stages])
+        bubble = 1 - base * BUSY_S / 4
+        waits = [statistics.mean(line["found"]["waited"]) for line in runs if line["asked"]["way"] == "1f1b"]
+        for (way, between), found in sorted(rates.items(), key=lambda each: (WAYS.index(each[0][0]), each[0][1])):
+            ratio = statistics.median(found) / base
+            share = f"bubble {100 * bubble:.0f} %, {100 * statistics.median(waits):.0f} % in receives"
+            share = share if way == "1f1b" else f"{ratio * (1 - bubble):.2f}"
+            cells = (stages, named(way), between, spread(found, 1), f"{ratio:.2f}", share, len(found))
+            yield f"| {' | '.join(map(str, cells))} |"
+    yield ""
 
 
 def named(way: str, accumulate: int | None = None) -> str:

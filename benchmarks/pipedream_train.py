@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.callbacks.callback import Callback, Moment
 from manyhosts.events import Event, StepDone, ValidationDone
 
 ASKED: dict[str, Any] = json.loads(sys.argv[1])
@@ -101,12 +102,12 @@ def strategy() -> Any:
     return mh.PipeDream(versions=ASKED["way"], accumulate=ASKED["accumulate"], **cuts)
 
 
-class Peak(mh.Callback):
+class Peak(Callback):
     """Of the memory of this process, from the end of the first step to that of the last."""
 
     megabytes = 0.0
 
-    def after_step(self, moment: Any) -> None:
+    def after_step(self, moment: Moment) -> None:
         if moment.step == 1:
             Path("/proc/self/clear_refs").write_text("5")
         status = Path("/proc/self/status").read_text().splitlines()

@@ -134,7 +134,7 @@ def spread(values: Iterable[float], digits: int) -> str:
 
 
 def of_speed(lines: list[Any]) -> Iterator[str]:
-    yield "| stages | way | micro-batches between meetings | samples per second | of 1F1B's | of its / (1 - bubble) | n |"
+    yield "| stages | way | micro-batches a step | samples per second | of 1F1B's | of its / (1 - bubble) | n |"
     yield "|---|---|---|---|---|---|---|"
     for stages in (4, 2):
         rates: dict[tuple[str, int], list[float]] = {}

@@ -13,6 +13,7 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.config.mesh import OF_MESH, Mesh, axis_of
+from manyhosts.config.pipedream import PipeDream
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
@@ -87,9 +88,10 @@ class Auto:
     name: ClassVar[str] = "auto"
 
 
-Strategy = Single | DDP | FSDP | Pipeline | Tensor | LocalSGD | DiLoCo | ParameterServer | Hogwild | Auto
+Strategy = Single | DDP | FSDP | Pipeline | Tensor | LocalSGD | DiLoCo | ParameterServer | Hogwild | PipeDream | Auto
 BY_NAME: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (Single, DDP, FSDP, Pipeline, Tensor, LocalSGD, DiLoCo, ParameterServer, Hogwild, Auto)
+    kind.name: kind
+    for kind in (Single, DDP, FSDP, Pipeline, Tensor, LocalSGD, DiLoCo, ParameterServer, Hogwild, PipeDream, Auto)
 }
 
 
@@ -126,10 +128,10 @@ def check_goes_with(strategy: Strategy, settings: Any) -> None:
         ConfigError: it cannot.
     """
     _check_axes(strategy, settings.mesh)
-    if isinstance(strategy, FSDP | Pipeline):
-        strategy.check_precision(settings.precision)
-    elif isinstance(strategy, ParameterServer | Hogwild):
+    if isinstance(strategy, ParameterServer | Hogwild | PipeDream):
         strategy.check_goes_with(settings)
+    elif isinstance(strategy, FSDP | Pipeline):
+        strategy.check_precision(settings.precision)
 
 
 def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
@@ -146,8 +148,8 @@ def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
 
 
 def is_asynchronous(strategy: Strategy) -> bool:
-    """Whether each micro-batch is an update of its own, on one worker, too."""
-    return isinstance(strategy, ParameterServer | Hogwild) and strategy.is_asynchronous
+    """Whether a step is many updates, on one worker, too."""
+    return isinstance(strategy, ParameterServer | Hogwild | PipeDream) and strategy.is_asynchronous
 
 
 def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:

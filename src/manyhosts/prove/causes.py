@@ -151,6 +151,12 @@ def _of_settings(trials: Trials, ours: Trial, theirs: Trial) -> Iterator[Cause |
             'that is its design; strategy="ddp" gives one answer on any number of workers',
         ),
         (
+            strategy.get("name") == "pipedream",
+            {"strategy": "ddp"},
+            "strategy 'pipedream' makes an update of some micro-batches by a gradient of older weights",
+            'that is its design; versions="two" does so alike on any number of stages, and strategy="ddp" not at all',
+        ),
+        (
             strategy.get("compression", "none") != "none",
             {"compression": "none"},
             f"compression={strategy.get('compression')!r} rounds the gradients that are exchanged",

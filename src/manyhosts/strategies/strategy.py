@@ -210,6 +210,14 @@ class PreparesUpdate(Protocol):
 
 
 @runtime_checkable
+class UpdatesWithin(Protocol):
+    """A strategy that changes the model in the middle of its `forward_backward`."""
+
+    before_update: Callable[[], None]
+    """To be called before each change: what still reads the model (a snapshot) is then done with it."""
+
+
+@runtime_checkable
 class FixedParts(Protocol):
     """A strategy that cuts each batch into parts that do not depend on who computes them."""
 

@@ -34,6 +34,7 @@ STRATEGIES: Table[Maker] = Table(
         "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
         "parameter-server": "manyhosts.strategies.asynchronous.parameter_server:Servers",
+        "pipedream": "manyhosts.strategies.asynchronous.pipedream:PipeDreamed",
         "hogwild": "manyhosts.strategies.asynchronous.hogwild:SharedMemory",
     },
 )

@@ -88,7 +88,7 @@ def leave(model: nn.Module, stages: Mapping[str, Sequence[int]], own: Sequence[i
                 continue
             if id(each) not in empty:
                 empty[id(each)] = _without_values(each)
-            _put(module, key, empty[id(each)])
+            put_parameter(module, key, empty[id(each)])
 
 
 def tied_of(model: nn.Module, stages: Mapping[str, Sequence[int]], own: int) -> list[Tied]:
@@ -109,7 +109,8 @@ def _without_values(tensor: Tensor) -> Tensor:
     return made
 
 
-def _put(module: nn.Module, key: str, tensor: Any) -> None:
+def put_parameter(module: nn.Module, key: str, tensor: Any) -> None:
+    """Have `tensor` stand in `module` as its parameter or buffer `key`."""
     held = module._parameters if key in module._parameters else module._buffers
     if isinstance(module, nn.RNNBase) and key in module._parameters:
         setattr(module, key, tensor)  # it has a list of them beside
@@ -123,10 +124,10 @@ def put_in(tied: Sequence[Tied], values: Mapping[str, nn.Parameter]) -> Iterator
     here = [each for each in tied if each.name in values]
     for each in here:
         for module, key in each.places:
-            _put(module, key, values[each.name])
+            put_parameter(module, key, values[each.name])
     try:
         yield
     finally:
         for each in here:
             for module, key in each.places:
-                _put(module, key, each.kept)
+                put_parameter(module, key, each.kept)

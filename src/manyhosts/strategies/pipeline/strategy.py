@@ -43,6 +43,7 @@ class Pipelined(ComputedTogether):
     """Parameters, gradients and optimizer state of some blocks on each worker, and of no other."""
 
     traits = TRAITS["pipeline"]
+    stage_kind: type[Stage] = Stage
 
     def __init__(self, config: Pipeline, world: World) -> None:
         """A strategy for several workers.
@@ -99,7 +100,8 @@ class Pipelined(ComputedTogether):
         ranks, inbox = [*self.mesh.peers("pipe")] * self.config.per_worker, Inbox(deque)
         for number in own:
             tied, halves = tied_of(whole, stages, number), Halves() if self.config.schedule == ZERO_BUBBLE else None
-            self.own.append(Stage(whole, chain, cuts, tied, Channel(self.world, ranks, number, inbox), halves))
+            channel = Channel(self.world, ranks, number, inbox)
+            self.own.append(self.stage_kind(whole, chain, cuts, tied, channel, halves))
         whole.forward = partial(evaluate, self.own)
         self.parameters = list(model.parameters())
         return model
@@ -223,17 +225,11 @@ class Pipelined(ComputedTogether):
             stage = self.own[place // self.workers]
             if kind == WEIGHTS:
                 stage.weights(number)
-                continue
-            if kind == BACKWARD:
+            elif kind == BACKWARD:
                 stage.backward(number, losses.pop(number) if stage.is_last else None)
-                continue
-            piece = pieces[number]
-            inputs, targets = halves.inputs_of(piece)
-            with halves.context():
-                outputs = stage.forward(number, inputs)
-                if stage.is_last:
-                    values = halves.values_of(outputs, targets)
-                    losses[number] = scale(tally.add(values, piece.weight))
+            elif (loss := self._forward(stage, number, pieces[number], halves, tally)) is not None:
+                losses[number] = scale(loss)
+                del loss  # or this graph, and what it keeps, would stay until the next one
         self._share_loss()
         for stage in self.own:
             stage.channel.finish()
@@ -246,6 +242,13 @@ class Pipelined(ComputedTogether):
 
     def _waited_s(self) -> float:
         return sum(stage.channel.waited_s for stage in self.own)
+
+    def _forward(self, stage: Stage, number: int, piece: Piece, halves: InTwo, tally: StepMetrics) -> Tensor | None:
+        """One micro-batch through this stage. The last one has its weighted loss."""
+        inputs, targets = halves.inputs_of(piece)
+        with halves.context():
+            outputs = stage.forward(number, inputs)
+            return tally.add(halves.values_of(outputs, targets), piece.weight) if stage.is_last else None
 
     @torch.no_grad()
     def _share_loss(self) -> None:

@@ -18,7 +18,15 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic, FixedParts, HandsOut, PreparesUpdate, StepOutcome, TellsMisuse
+from manyhosts.strategies.strategy import (
+    Elastic,
+    FixedParts,
+    HandsOut,
+    PreparesUpdate,
+    StepOutcome,
+    TellsMisuse,
+    UpdatesWithin,
+)
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.deferred_metrics import StepFacts
 from manyhosts.training.loop.training import Training
@@ -60,10 +68,13 @@ class Stepper:
         self.norm_price = NormPrice(parts.batch_norm, parts.world.notes)
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = parts.watcher
+        self.updates_within = parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin)
         if parts.own_step is not None:
             parts.own_step.remembers = keep_buffers or bad_steps.leave_out
             parts.own_step.before_update = snapshot_schedule.before_update
             parts.own_step.done = lambda: state.step
+        if isinstance(parts.strategy, UpdatesWithin):
+            parts.strategy.before_update = snapshot_schedule.before_update
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
@@ -133,7 +144,7 @@ class Stepper:
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        if not self.first_steps.looking or self.parts.own_step is not None:  # whose updates are among them
+        if not self.first_steps.looking or self.updates_within:
             yield
             return
         self.first_steps.before_forward()

@@ -11,6 +11,7 @@ import time
 
 from manyhosts.errors import TrainingError
 from manyhosts.events import EpochDone, Note, StepDone, StepTiming
+from manyhosts.strategies.strategy import UpdatesWithin
 from manyhosts.training.consistency.finite import first_not_finite
 from manyhosts.training.loop.bad_steps import BadStep, named
 from manyhosts.training.loop.deferred_metrics import StepFacts, StepMetricValues
@@ -105,8 +106,12 @@ class StepReporter:
             text = f"step {facts.step} was left out: {trouble} ({where})"
             self.tell(Note(text=text, step=facts.step, time=time.time()))
             return False
-        # On a GPU later steps have changed the weights by now.
-        if self.bad_steps.on_cpu and (what := self._not_finite()):
+        # On a GPU later steps have changed the weights by now, and where it updates within itself this one has.
+        if (
+            self.bad_steps.on_cpu
+            and not isinstance(self.parts.strategy, UpdatesWithin)
+            and (what := self._not_finite())
+        ):
             raise self._bad_update(what)
         raise self._end(f"{trouble} in step {facts.step}", where)
 

@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a loss with a parameter": ({"loss": Sloped()}, "the loss has parameters or buffers"),
     "too many stages": ({"strategy": mh.PipeDream(accumulate=1)}, "set accumulate=2 or more"),
     "a cut of nothing": ({"strategy": mh.PipeDream(cuts=["x", "y"])}, "where: PipeDream(cuts=…)"),
-    "no multiple": ({"strategy": mh.PipeDream(stages=2)}, "where: PipeDream(stages=…)"),
+    "no multiple": ({"strategy": mh.PipeDream(stages=2)}, "which a mesh with pipeline=2 does not multiply to"),
 }
 
 

@@ -18,7 +18,7 @@ from manyhosts.errors import ConfigError
         ({"versions": "three"}, "versions is 'three'"),
         ({"accumulate": 0}, "accumulate is 0"),
         ({"schedule": "gpipe"}, "schedule is 'gpipe'"),
-        ({"stages": -1}, "stages is -1"),
+        ({"stages": -2}, "stages is -2"),
     ],
 )
 def test_values_out_of_range_are_refused(given: dict[str, Any], words: str) -> None:
@@ -49,7 +49,7 @@ def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], words: st
 
 def test_a_plan_does_not_know_it() -> None:
     with pytest.raises(ConfigError, match="a plan does not know"):
-        check_planned(mh.PipeDream())
+        check_planned(mh.PipeDream(), None)
 
 
 @pytest.mark.parametrize(

@@ -140,12 +140,11 @@ def make_trainer(recipe: Recipe, run_dir: Path | None, **more: Any) -> mh.Traine
         metrics["accuracy"] = MulticlassAccuracy(num_classes=10, average="micro")
     schedule = (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30)) if recipe.schedule else None
     optimizer = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=recipe.momentum)}
-    settings = {**optimizer, **recipe.trainer, **more}
+    settings = {"loss": nn.CrossEntropyLoss(), **optimizer, **recipe.trainer, **more}
     if isinstance(settings.get("snapshots"), dict):  # as it comes out of JSON
         settings["snapshots"] = mh.Snapshots(**settings["snapshots"])
     return mh.Trainer(
         model=lambda: network(batch_norm=recipe.batch_norm, dropout=recipe.dropout),
-        loss=nn.CrossEntropyLoss(),
         schedule=schedule,
         data=mh.Data(
             train=train,

@@ -158,6 +158,8 @@ class Recovered:
     time: float
     lost: str = ""
     """What of the training went with the workers that were lost, in words; empty where nothing did."""
+    samples_lost: int = 0
+    """Samples of the steps that were redone from a snapshot."""
     rewound: bool = False
     """Whether it is the numbers that failed: the run went back to the snapshot of `step`, and left samples out."""
 

@@ -42,6 +42,7 @@ def last_screen(summary: Summary, folder: Path) -> str:
         rows.append(_row("sent", f"{bytes_in_words(summary.bytes_sent_per_step)} per step and worker"))
     if summary.restarts:
         cost = f"{amount(summary.steps_redone, 'step')} redone, {seconds_in_words(summary.seconds_lost)} lost"
+        cost += f", {amount(summary.samples_lost, 'sample')} computed again" if summary.samples_lost else ""
         rows.append(_row("restarts", f"{summary.restarts}   {cost}"))
     if (profile := RunDirectory(folder).profile).is_dir():
         rows.append(_row("profile", str(_from_here(profile))))

@@ -47,6 +47,7 @@ class WriteMetrics:
                     reason=before.cut_off,
                     how=f"from the snapshot of step {event.step}" if event.step else "from the start",
                     steps_redone=before.steps_redone,
+                    samples_lost=before.samples_lost,
                     seconds_lost=before.seconds_lost,
                     time=event.time,
                 )

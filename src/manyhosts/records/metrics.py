@@ -11,7 +11,7 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
     snapshot     path, bytes, seconds, stall_seconds
     copied       to the remote copy: address, bytes, seconds
     skipped      a snapshot that could not be written or read: path, reason
-    restart      reason, how, steps_redone, seconds_lost, lost
+    restart      reason, how, steps_redone, seconds_lost, lost, samples_lost
     note         text
     slow         text, what, who, factor: what holds the others up, or does so no more (factor 1.0); cause
     workers      steps: how many, up to `step`; communication; workers: of each rank, host, samples, and the means
@@ -121,6 +121,8 @@ class Resumed:
     """How it broke off, in words; "" where it ended in order, or there was none."""
     steps_redone: int
     """Steps past the snapshot, whose lines were taken away."""
+    samples_lost: int
+    """Of those steps."""
     seconds_lost: float
     """From the end of the last step that still counts to the new start: the work done again, and the time down."""
 
@@ -166,6 +168,7 @@ class MetricsFile:
         return Resumed(
             cut_off=_how_it_broke_off([line for _, line in tail]),
             steps_redone=len(redone),
+            samples_lost=sum(line["samples"] for line in redone),
             seconds_lost=max(0.0, time - counted_until),
         )
 

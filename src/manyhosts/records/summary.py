@@ -60,6 +60,9 @@ class Summary:
     restarts: int
     """How often training continued after a failure."""
     steps_redone: int
+    samples_lost: int = 0
+    """Samples that were computed for nothing, and are trained on again: of steps behind a snapshot, and with servers
+    and `hogwild` of steps that broke off."""
     seconds_lost: float
     """What failures cost: the work done again and the time down."""
     train_loss: float | None
@@ -87,7 +90,7 @@ class Summary:
             ConfigError: there is none, a field is missing, or another version of manyhosts wrote it.
         """
         fields = read_json(path, version=SCHEMA_VERSION, written_by=" (see `versions` in run.json)")
-        given_later = {"network", "compression_reason"}  # an older file is none the worse without them
+        given_later = {"network", "compression_reason", "samples_lost"}  # an older file is none the worse without them
         names = [entry.name for entry in dataclasses.fields(cls)]
         missing = [name for name in names if name not in fields and name not in given_later]
         if missing:
@@ -126,6 +129,7 @@ class Story:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.seconds_of: dict[int, float] = defaultdict(float)
         self.bytes_sent = 0
+        self.samples_lost = 0
         self.bytes_in_exchanges, self.exchange_seconds = 0, 0.0
         self.compression: Line = {}
         self.last_step = 0
@@ -147,6 +151,7 @@ class Story:
                 self.best_validation = line
         elif kind == "restart":
             self.restarts.append(line)
+            self.samples_lost += line.get("samples_lost", 0)
         elif kind == "start":
             self.start, self.end = line, {}
         elif kind in ("test", "compression", "end"):
@@ -181,6 +186,7 @@ class Story:
             bytes_sent_per_step=_ratio(self.bytes_sent, len(self.totals)),
             restarts=len(self.restarts),
             steps_redone=sum(line["steps_redone"] for line in self.restarts),
+            samples_lost=self.samples_lost,
             seconds_lost=round(sum(line["seconds_lost"] for line in self.restarts), 6),
             train_loss=_ratio(self.loss_sum, self.loss_weight),
             validation=self.validation.get("values", {}),
@@ -196,6 +202,7 @@ class Story:
             self.end = {**self.end, "step": line["step"], "weights_sha256": ""}
         self.totals.append(line["seconds"])
         self.samples.append(line["samples"])
+        self.samples_lost += int(line.get("values", {}).get("samples_lost", 0))
         self.lrs.add(line["lr"])
         for part in PARTS:
             self.parts[part] += line[part]

@@ -80,6 +80,7 @@ def result(run: Run) -> list[tuple[str, str]]:
         found.append(("test", figures(summary.test, ", ")))
     if summary.restarts:
         cost = f"{amount(summary.steps_redone, 'step')} redone, {seconds_in_words(summary.seconds_lost)} lost"
+        cost += f", {amount(summary.samples_lost, 'sample')} computed again" if summary.samples_lost else ""
         found.append(("restarts", f"{summary.restarts}: {cost}"))
     if summary.bytes_sent_per_step:
         found.append(("sent", f"{bytes_in_words(summary.bytes_sent_per_step)} per step and worker"))

@@ -18,7 +18,7 @@ from manyhosts.records.summary import Summary, percentile, summarise
 FIELDS = (
     "status reason workers nodes strategy compression precision global_batch lr steps epochs steps_per_epoch "
     "samples_per_second epoch_seconds step_seconds bytes_sent_per_step network compression_reason restarts "
-    "steps_redone seconds_lost train_loss validation best test weights_sha256 seconds schema_version"
+    "steps_redone samples_lost seconds_lost train_loss validation best test weights_sha256 seconds schema_version"
 )
 
 WHOLE: list[Event] = [

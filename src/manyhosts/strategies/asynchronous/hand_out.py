@@ -21,8 +21,8 @@ class HandOut:
         self.pieces, self.bound = pieces, bound
         self.clocks = [0] * workers
         self.taken = 0
-        self.most_ahead = 0
-        """The most that a worker was ahead when it began one."""
+        self.most_ahead = [0] * workers
+        """Of each worker the most that it was ahead when it began one."""
         self._computing = set(range(workers))
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -43,7 +43,7 @@ class HandOut:
                 self._computing.discard(worker)
                 self._changed.notify_all()
                 return NONE_LEFT
-            self.most_ahead = max(self.most_ahead, self._ahead(worker))
+            self.most_ahead[worker] = max(self.most_ahead[worker], self._ahead(worker))
             self.taken += 1
             return self.taken - 1
 

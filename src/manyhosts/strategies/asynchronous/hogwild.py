@@ -22,7 +22,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import Hogwild
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.hand_out import HandOut
-from manyhosts.strategies.asynchronous.parameter_server import put, take_up
+from manyhosts.strategies.asynchronous.parameter_server import count_tried, put, take_up
 from manyhosts.strategies.asynchronous.requests import LEADER, Asks, RequestHandler
 from manyhosts.strategies.asynchronous.served import Served, twin
 from manyhosts.strategies.asynchronous.whole_between_steps import MeetsAtSteps
@@ -123,7 +123,7 @@ class SharedMemory(MeetsAtSteps):
         for parameter, shared in zip(parameters, self._shared, strict=True):
             parameter.data = shared
         desk.open()
-        asks, computed = Asks(desk, world.rank, [0] * world.size), 0
+        asks, computed = Asks(desk, world.rank, [0] * world.size), list[int]()
         while (number := asks.take()) >= 0:
             self.taken(number)
             model.zero_grad()
@@ -132,17 +132,18 @@ class SharedMemory(MeetsAtSteps):
             values["loss"].backward()  # of the mean over the micro-batch
             self.optimizer.step()
             asks.pushed()
-            computed += 1
+            computed.append(number)
+            self.tried = count_tried(pieces, computed, desk)
         asks.end()
         desk.close()
         world.barrier()  # nobody changes it any more
         self._after = [each.clone() for each in self._shared]
-        self.step_back()
-        found = world.stack(torch.tensor([computed], dtype=torch.float64))
+        self._leave_shared()
+        found = world.stack(torch.tensor([len(computed)], dtype=torch.float64))
         world.wait(tally.start_sum())  # last: who has it knows that every worker has all
         outcome = tally.outcome()
         own = {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}
-        outcome.values = {**outcome.values, **own}
+        outcome.values = {**outcome.values, **own, **self.lost_values}
         return outcome
 
     def norm(self, model: nn.Module) -> Tensor:
@@ -154,6 +155,7 @@ class SharedMemory(MeetsAtSteps):
         assert self.optimizer is not None, "hold() comes before update()"
         parameters = list(self.trained().values())
         take_up(self.optimizer, parameters, self._after, [{} for _ in parameters])
+        self.is_done()
 
     def let_go(self) -> None:
         """Wait for the threads that answer."""
@@ -162,6 +164,10 @@ class SharedMemory(MeetsAtSteps):
 
     def step_back(self) -> None:
         """Have the parameters as before the step under way, in memory of this worker's own."""
+        super().step_back()
+        self._leave_shared()
+
+    def _leave_shared(self) -> None:
         for parameter, own in zip(self.trained().values(), self._own, strict=False):
             parameter.data = own
         self._own = []

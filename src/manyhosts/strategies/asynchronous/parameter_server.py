@@ -99,13 +99,16 @@ class Synchronous(Servers):
         tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces:
             tally.add(compute(model, piece), piece.weight).backward()
+            self.tried = (self.tried[0] + piece.samples, 0)
         begin = time.perf_counter()
         for owner, kept in self.layout().kept.items():
             self._to_owner(owner, kept)
         if self.world.size > 1:
             self.world.exchange_s += time.perf_counter() - begin
         self.world.wait(tally.start_sum())
-        return tally.outcome()
+        outcome = tally.outcome()
+        outcome.values = {**outcome.values, **self.lost_values}
+        return outcome
 
     def _to_owner(self, owner: int, kept: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of `kept` on their owner. All workers call it."""
@@ -163,6 +166,7 @@ class Synchronous(Servers):
         """Take up what all servers have made."""
         assert self.optimizer is not None, "hold() comes before update()"
         take_up(self.optimizer, self.layout().parameters, *self._after)
+        self.is_done()
 
 
 class Asynchronous(Servers):
@@ -198,10 +202,11 @@ class Asynchronous(Servers):
         check_groups(self.optimizer, served.optimizer)
         self._after = self.of_all(served, self._before, owners)
         put(parameters, self._before)
-        found = world.stack(torch.tensor(staleness, dtype=torch.float64))
+        ahead = [0] * world.size if hand_out is None else hand_out.most_ahead
+        found = world.stack(torch.tensor([*staleness, *ahead], dtype=torch.float64))
         world.wait(tally.start_sum())  # last: who has it knows that every worker has all
         outcome = tally.outcome()
-        outcome.values = {**outcome.values, **measured(found)}
+        outcome.values = {**outcome.values, **measured(found), **self.lost_values}
         return outcome
 
     def _train(
@@ -219,7 +224,7 @@ class Asynchronous(Servers):
         """
         sizes = [sum(each.nbytes for each in kept.get(rank, ())) for rank in range(self.world.size)]
         asks = Asks(desk, self.world.rank, sizes)
-        stale = []
+        computed, stale = [], []
         while (number := asks.take()) >= 0:
             self.taken(number)
             versions = {}
@@ -234,6 +239,8 @@ class Asynchronous(Servers):
                 asks.push(server, versions[server], gradients_packed(parameters)) for server, parameters in kept.items()
             ]
             asks.pushed()
+            computed.append(number)
+            self.tried = count_tried(pieces, computed, desk)
             stale.append(max(pushed))
         asks.end()
         if desk.side is not None:
@@ -249,6 +256,7 @@ class Asynchronous(Servers):
         assert self.optimizer is not None, "hold() comes before update()"
         take_up(self.optimizer, list(self.trained().values()), *self._after)
         self._before = []
+        self.is_done()
 
     def let_go(self) -> None:
         """Wait for the threads that answer."""
@@ -257,17 +265,29 @@ class Asynchronous(Servers):
 
     def step_back(self) -> None:
         """Have the parameters as before the step under way."""
+        super().step_back()
         if self._before:
             put(list(self.trained().values()), self._before)
 
 
 def measured(found: Tensor) -> dict[str, Tensor]:
-    """What is logged of a step, from (pieces, mean and largest staleness) of each worker."""
-    pieces, mean, most = found.unbind(1)
+    """What is logged of a step, from (pieces, mean and largest staleness, how far each was ahead) of each worker.
+
+    The last `len(found)` columns are known to who hands out alone.
+    """
+    (pieces, mean, most), ahead = found[:, :3].unbind(1), found[LEADER, 3:]
     values = {"staleness": (pieces * mean).sum() / pieces.sum().clamp(min=1), "staleness_max": most.max()}
+    values["ahead_max"] = ahead.max()
     for rank in range(len(found)):
         values[f"pieces/rank{rank}"], values[f"staleness/rank{rank}"] = pieces[rank], mean[rank]
+        values[f"ahead/rank{rank}"] = ahead[rank]
     return values
+
+
+def count_tried(pieces: Sequence[Piece], computed: Sequence[int], desk: RequestHandler) -> tuple[int, int]:
+    """The samples of the pieces that this worker has computed, and of all that it has handed out."""
+    taken = desk.hand_out.taken if desk.hand_out is not None else 0
+    return sum(pieces[number].samples for number in computed), sum(piece.samples for piece in pieces[:taken])
 
 
 def take_up(

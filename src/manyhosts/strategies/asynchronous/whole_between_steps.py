@@ -41,6 +41,14 @@ class MeetsAtSteps(WholeModel):
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
         self._side: SideGroup | None = None
+        self.updates = 0
+        """How many steps were finished, by all."""
+        self.tried: tuple[int, int] = (0, 0)
+        """Of the step under way: the samples that this worker has computed, and those that it has handed out to all."""
+        self._broken_off = (0, 0)
+        """The same of a step that broke off."""
+        self.samples_lost = 0
+        """Samples computed in steps that broke off since the last one that was finished, by all; see `meet`."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Make `model` equal to the leader's."""
@@ -100,6 +108,16 @@ class MeetsAtSteps(WholeModel):
 
     def step_back(self) -> None:
         """The step under way has changed nothing that stays."""
+        self._broken_off, self.tried = self.tried, (0, 0)
+
+    def is_done(self) -> None:
+        """The step under way is finished: what broke off before it is done."""
+        self.updates, self.tried, self.samples_lost = self.updates + 1, (0, 0), 0
+
+    @property
+    def lost_values(self) -> dict[str, Tensor]:
+        """What is logged of a step that is done again."""
+        return {"samples_lost": torch.tensor(float(self.samples_lost))} if self.samples_lost else {}
 
     def shared_state(self) -> dict[str, Any]:
         """Nothing beside parameters and optimizer."""
@@ -109,10 +127,18 @@ class MeetsAtSteps(WholeModel):
         """Nothing to take up."""
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Have the parameters kept by the workers of now. Nothing is lost: the step is done again."""
+        """Have the parameters kept by the workers of now. The step is done again; what was computed of it is counted.
+
+        Where who handed out is left, that is all that was handed out; else what those have computed that are left.
+        """
         self.agreed.forget()
         self.regroup()
-        return ""
+        rows = self.world.stack(torch.tensor([self.updates, *self._broken_off]))
+        self.updates, self._broken_off = int(rows[:, 0].max()), (0, 0)
+        computed, handed_out = rows[rows[:, 0] == self.updates, 1:].unbind(1)  # not of those that others finished
+        lost = max(int(computed.sum()), int(handed_out.max()))
+        self.samples_lost += lost
+        return f"what was computed from {lost} samples, which are trained on again" if lost else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: between two steps it remembers nothing."""

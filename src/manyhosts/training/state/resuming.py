@@ -66,7 +66,7 @@ TABLE = (
     Row("`clip_gradients`", "from the first step on", ("clip_gradients",)),
     Row("`precision`", "from the first step on; the scale of `fp16` begins again", ("precision",)),
     Row(
-        "`strategy` and its options, `compression`",
+        "`strategy` and its options, `mesh`, `compression`",
         "all continue from the one model in the snapshot; what the strategy before had kept back begins again, unless"
         " it is of the same kind and way of compression",
         ("strategy",),

@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("plain_sgd_script.py")
 STEPS, SAMPLES = 90, 600
 HANDED_OUT = Recipe(samples=SAMPLES, batch=160, accuracy=False, duration=f"{STEPS} steps", schedule=True)
-"""Its schedule has taken the learning rate to zero at the end, where two runs are as near each other as they will be."""
+"""Its schedule takes the learning rate to zero, where two runs are as near each other as they will be."""
 
 SERVERS = ["strategy=parameter-server", "servers=1"]
 WAYS = {

@@ -108,7 +108,8 @@ def expected(kind: str, bound: int | None, pieces: int, steps: int = 400) -> flo
 
 def step_s(takes: Callable[[int], float], bound: int | None, pieces: int) -> float:
     """How long a step takes: who is free and at most `bound` ahead of the slowest takes the next."""
-    clocks, computing, idle = [0] * WORKERS, [], list(range(WORKERS))
+    clocks, idle = [0] * WORKERS, list(range(WORKERS))
+    computing: list[tuple[float, int]] = []
     now, taken = 0.0, 0
     while True:
         least = min(clocks)  # who waits is never the slowest; all compute until the last is taken

@@ -17,6 +17,8 @@ class Traits:
     strategy has the calls of `LocalUpdates`."""
     communicates_in_forward: bool = False
     """Whether workers exchange something in every forward pass, so that all must make equally many."""
+    computes_in_stages: bool = False
+    """Whether a worker computes a stage of each forward pass, so that the others wait where it fails."""
     holds_whole_model: bool = True
     """Whether each worker holds every tensor whole. Where not, `Strategy.holding` says what it holds."""
     survives_loss: bool = True
@@ -30,7 +32,9 @@ TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
     "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
-    "pipeline": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "pipeline": Traits(
+        communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
+    ),
     "tensor": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),

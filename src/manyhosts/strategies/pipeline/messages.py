@@ -123,7 +123,8 @@ def _taken_apart(tensor: Tensor) -> tuple[_Layout, Tensor]:
     for dim in repeats:
         plain = plain.narrow(dim, 0, 1)
     dense = plain.permute(order).contiguous()
-    return _Layout(str(tensor.dtype), list(tensor.shape), order, repeats), dense.reshape(-1).view(torch.uint8)
+    row = dense.as_strided((dense.numel(),), (1,))  # one element alone may have kept the step of a repeated one
+    return _Layout(str(tensor.dtype), list(tensor.shape), order, repeats), row.view(torch.uint8)
 
 
 def _as_it_lay(layout: _Layout, data: Tensor) -> Tensor:

@@ -95,6 +95,9 @@ class Look:
     """Whether one worker computes several pieces, one after the other."""
     in_halves: bool = False
     """Whether passes see parameters of 16 bits, whatever is kept of them."""
+    in_stages: bool = False
+    """Whether a worker computes a stage of each pass: an error of one leaves the others waiting within it, so that no
+    other cut can be tried behind it."""
 
 
 class Comparison:
@@ -123,7 +126,8 @@ class Comparison:
         try:
             whole = self._whole(batch, count)
             self._see_kept(whole, made := make(0, count))
-            parts, losses = self._parts(make, [{0, 1, half, count}, {0, half, count}])
+            halves = {0, half, count}
+            parts, losses = self._parts(make, [halves] if self.look.in_stages else [halves | {1}, halves])
             rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
             counts = {
                 name: [counted(rule, part) if rule else {"": float(size)} for part, size in parts]

@@ -206,6 +206,7 @@ class LossWeights:
             gradients=gradients,
             accumulates=self.cuts_in_worker,
             in_halves=gathers_rounded(self.settings.strategy),
+            in_stages=parts.strategy.traits.computes_in_stages,
         )
 
 

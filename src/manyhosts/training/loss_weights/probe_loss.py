@@ -158,8 +158,10 @@ def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = 
     count, seen = len(piece.plan.indices), Seen()
     with suppress(Exception):  # what is wrong with a rule is said where it is used
         seen.names = sorted(counted(rule, piece.batch)) if rule else []
-    if count < 2:
-        seen.because = "a forward pass has one sample"
+    if count < (least := 4 if look.in_stages else 2):
+        seen.because = (
+            f"a forward pass has fewer than {least} samples" if count > 1 else "a forward pass has one sample"
+        )
         return seen
     # What differentiates within the loss needs the graph.
     with randomness.undisturbed(), torch.set_grad_enabled(look.copies and graph):

@@ -67,7 +67,7 @@ def minutes(measured: Measured, nodes: int, network: Network = NETWORK) -> float
 # VGG19 takes 118 GFLOP a sample and step, and a T4 gives 8.1 TFLOP/s of fp32 at most: an epoch of 7.18 minutes has no
 # more than 29,600 samples. Every number of them down from there gives the same answer.
 @pytest.mark.parametrize("samples", [29_600, 16_384, 8_192])
-def test_published_table_is_predicted_within_a_tenth(samples: int) -> None:
+def test_published_table_is_predicted_within_six_percent(samples: int) -> None:
     measured = study(samples)
     for nodes, published in MINUTES.items():
         assert minutes(measured, nodes) == pytest.approx(published, rel=0.06), nodes

@@ -142,7 +142,8 @@ def test_validation_between_two_meetings_is_that_of_the_mean(tmp_path: Path) -> 
 def test_bytes_are_sent_when_the_workers_meet(tmp_path: Path) -> None:
     trained(2, replace(PLAIN, trainer={"strategy": mh.LocalSGD(sync_every=4)}, duration="6 steps"), tmp_path)
     sent = [line["bytes_sent"] for line in step_lines(tmp_path)]
-    assert sent[3] > 5000 > 100 > max(sent[0], sent[1], sent[2], sent[4])
+    assert sent[3] > 5000 > 1000 > sent[0], "in the first step they tell each other what a look at the loss has shown"
+    assert max(sent[1], sent[2], sent[4]) < 100
 
 
 def train_with_falling_rate(rank: int, strategy: Any, folder: Path) -> None:
@@ -162,6 +163,6 @@ def test_rounds_grow_with_the_square_of_what_the_learning_rate_has_fallen_by(tmp
 def test_fragments_take_their_turns_in_a_round_that_has_grown(tmp_path: Path) -> None:
     strategy = mh.DiLoCo(sync_every=2, fragments=2, overlap_steps=1, sync_rule="quadratic", sync_at_most=9)
     run_ranks(2, train_with_falling_rate, strategy, tmp_path)
-    sent = [line["step"] for line in step_lines(tmp_path) if line["bytes_sent"] > 200]
+    sent = [line["step"] for line in step_lines(tmp_path) if line["bytes_sent"] > 500]
     # Counted when it has arrived, a step after it was sent: at the middle and the end of each round.
-    assert sent == [2, 3, 4, 5, 6, 7, 11, 15, 19, 24]
+    assert sent == [2, 3, 4, 5, 6, 7, 11, 15, 19, 24], "a look at the loss sends less"

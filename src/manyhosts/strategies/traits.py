@@ -35,6 +35,9 @@ TRAITS = {
     "pipeline": Traits(
         communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
     ),
+    "pipedream": Traits(
+        communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
+    ),
     "tensor": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),

@@ -44,8 +44,8 @@ def test_verb_and_settings_of_other_programs_are_answered_with_ours(
     (tmp_path / "train.py").touch()
     for words, answer in (
         (["train", "train.py"], "to train train.py: manyhosts run train.py"),
-        (["run", "--set", "epochs=3", "train.py"], 'write --set duration="20 epochs"'),
-        (["run", "--set", "learning_rate=3", "train.py"], "write --set lr=0.001"),
+        (["run", "--set", "epochs=3", "train.py"], 'write --set duration="3 epochs"'),
+        (["run", "--set", "learning_rate=3", "train.py"], "write --set lr=3"),
     ):
         assert main(words) == 2
         assert answer in capsys.readouterr().err

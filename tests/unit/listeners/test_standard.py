@@ -77,7 +77,7 @@ def test_run_that_was_killed_and_gone_on_with_has_the_summary_of_a_whole_one_but
     tell_all(run.path, started(1, time=BEGIN + 5), *rest, *WHOLE[5:])
     tell_all(tmp_path / "whole", *WHOLE)
     broken, whole = (json.loads(RunDirectory(tmp_path / name).summary.read_text()) for name in ("broken", "whole"))
-    cost = {"restarts": 1, "steps_redone": 2, "seconds_lost": 4.0}
+    cost = {"restarts": 1, "steps_redone": 2, "samples_lost": 16, "seconds_lost": 4.0}
     assert {key: broken[key] for key in cost} == cost
     differ = {key for key in whole if whole[key] != broken[key]}
     assert differ <= {*cost, "seconds"}

@@ -104,7 +104,9 @@ def trained(act: Callable[[Tensor], Any], place: str, run_dir: Path, **more: Any
 
 @pytest.mark.parametrize("place", PLACES)
 def test_hook_that_depends_on_the_piece_is_refused_where_a_batch_is_cut(place: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the gradient of '.*' over some samples is not the mean of those over two"):
+    with pytest.raises(
+        ConfigError, match=r"the gradient of '.*' over some samples is not the mean of those over parts"
+    ):
         trained(unit, place, tmp_path, micro_batch_size=BATCH // 2)
 
 

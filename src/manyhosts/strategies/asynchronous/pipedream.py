@@ -23,6 +23,7 @@ from manyhosts.strategies.asynchronous.versions import Versions
 from manyhosts.strategies.pipeline.stage import Stage
 from manyhosts.strategies.pipeline.strategy import Pipelined
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.traits import TRAITS
 
 
 class VersionedStage(Stage):
@@ -49,6 +50,7 @@ class VersionedStage(Stage):
 class PipeDreamed(Pipelined):
     """The strategy of `PipeDream`."""
 
+    traits = TRAITS["pipedream"]
     config: PipeDream
     stage_kind = VersionedStage
 

@@ -148,8 +148,8 @@ def report(found: dict[str, list[list[tuple[float, float]]]], load: float) -> st
     rows += [
         f"Medians of n = {len(next(iter(found.values())))} runs each, by turns, with lowest and highest. The loss is",
         "that of validation, in nats, at the last step that ended within 20 s. What is expected has no exchange and no",
-        "other work. Every step is validated, so in step every fourth micro-batch, which is counted: a part of what that",
-        "row is short of what is expected.",
+        "other work. Every step is validated, so in step every fourth micro-batch, which is counted: a part of what",
+        "that row is short of what is expected.",
         f"The machine had other work to do: its load was {load:.0f} when the benchmark began.",
         "",
         describe(Path(sys.executable), ("torch", "manyhosts")),

@@ -136,10 +136,15 @@ def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: LocalTria
         proof_of(Script('fit(loss=nn.CrossEntropyLoss(reduction="sum"))'), tmp_path, stage)
 
 
-def test_a_refusal_on_two_workers_is_told_as_it_is(tmp_path: Path, stage: LocalTrialRunner) -> None:
-    (verdict,) = proof_of(Script("fit(strategy='single')", "workers"), tmp_path, stage).verdicts
+@pytest.mark.parametrize(
+    ("strategy", "why"), [("single", "there are 2 workers"), ("pipeline", "a stage of a pipeline has its own alone")]
+)
+def test_a_refusal_on_two_workers_is_told_as_it_is(
+    strategy: str, why: str, tmp_path: Path, stage: LocalTrialRunner
+) -> None:
+    (verdict,) = proof_of(Script(f"fit(strategy={strategy!r})", "workers"), tmp_path, stage).verdicts
     assert verdict.cause is not None
-    assert "there are 2 workers" in verdict.cause.what
+    assert why in verdict.cause.what
 
 
 def test_a_script_without_a_trainer_is_counted_by_its_optimizer(tmp_path: Path, stage: LocalTrialRunner) -> None:

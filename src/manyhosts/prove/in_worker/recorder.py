@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
+from manyhosts.errors import ConfigError
 from manyhosts.prove.conduct import TrialConfig
 from manyhosts.prove.in_worker import plain
 from manyhosts.prove.in_worker.calm import RemoveNondeterminism
@@ -44,7 +45,17 @@ class Recorder(Watcher):
         self.calm.change(model)
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
-        """Write where training begins, and what it is asked for."""
+        """Write where training begins, and what it is asked for.
+
+        Raises:
+            ConfigError: the model is cut into stages.
+        """
+        if any(each.is_meta for each in parts.trained.parameters()):
+            raise ConfigError(
+                "prove compares every tensor on every worker, and a stage of a pipeline has its own alone",
+                where=f"strategy={settings.strategy.name!r}",
+                fix="try the script with --set strategy=ddp: a pipeline is to give the same bits",
+            )
         self.parts = parts
         self.calm.change_compute(parts.compute)
         if self.conduct.experiments:

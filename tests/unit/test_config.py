@@ -61,13 +61,13 @@ def test_setting_that_cannot_work_is_refused(changes: dict[str, Any], where: str
     [
         (lambda: settings(snapshots={"every": "5 steps"}), "snapshots is of the type dict", "give it mh.Snapshots(…)"),
         (lambda: settings(early_stopping=3), "early_stopping is 3", "give it mh.EarlyStopping(…) or None"),
-        (lambda: settings(batch_size="32"), "batch_size is '32'", "give it a whole number or None"),
-        (lambda: settings(batch_size=True), "batch_size is True", "give it a whole number or None"),
+        (lambda: settings(batch_size="32"), "batch_size is '32'", "give it an integer or None"),
+        (lambda: settings(batch_size=True), "batch_size is True", "give it an integer or None"),
         (lambda: settings(clip_gradients="1"), "clip_gradients is '1'", "give it a number or None"),
         (lambda: settings(shuffle="no"), "shuffle is 'no'", "give it True or False"),
         (lambda: settings(validate_every=5), "validate_every is 5", 'a duration such as "500 steps"'),
         (lambda: settings(strategy=DDP), "strategy is the class DDP", 'write strategy="ddp"'),
-        (lambda: Snapshots(keep="3"), "snapshots.keep is '3'", "give it a whole number"),  # type: ignore[arg-type]
+        (lambda: Snapshots(keep="3"), "snapshots.keep is '3'", "give it an integer"),  # type: ignore[arg-type]
         (lambda: FSDP(units=3), "FSDP.units is 3", "give it a text or a list of texts"),  # type: ignore[arg-type]
         (lambda: DDP(compression=3), "DDP.compression is 3", "give it a text or a function"),  # type: ignore[arg-type]
     ],

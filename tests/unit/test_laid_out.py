@@ -49,7 +49,7 @@ def _laid_out(words: str, workers: int) -> Any:
         ("strategy=ddp+pipeline mesh.replicate=3", 4, "a mesh with replicate=3 does"),
         ("strategy=ddp mesh.replicate=3", 6, "a mesh with replicate=3 does"),
         ("strategy=fsdp shard=3", 4, "a mesh with shard=3 does"),
-        ("strategy=ddp+tensor", 4, "'ddp+tensor' makes copies, and nobody says how many workers make one"),
+        ("strategy=ddp+tensor", 4, "'ddp+tensor' makes copies, and no one says how many workers make one"),
         ("strategy=ddp mesh.tensor=2", 4, "the mesh has tensor=2, and strategy 'ddp' puts no workers along"),
         ("strategy=fsdp mesh.shard=2 mesh.tensor=2", 4, "the mesh has tensor=2, and strategy 'fsdp' puts no"),
         ("strategy=diloco mesh.replicate=2", 4, "the mesh has replicate=2, and strategy 'diloco' puts no"),

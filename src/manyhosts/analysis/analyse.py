@@ -62,7 +62,7 @@ def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str]
 
 
 def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple[str, str]) -> dict[str, Any]:
-    """Hold what was found of two models on the same samples against each other; told in the `analysis.json` of `to`.
+    """Hold what was found of two models on the same samples against each other; written to the `analysis.json` of `to`.
 
     Raises:
         ConfigError: the samples are not the same.

@@ -79,7 +79,7 @@ class _Forward:
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Of each sample, shape (samples,)."""
         loss: Any = self._loss
-        if loss is None:  # a step has its own: what its outputs say of classes stands for it
+        if loss is None:  # a step has its own: what its outputs say of classes is used instead
             if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
                 return nn.functional.cross_entropy(outputs, targets, reduction="none")
             return (outputs - targets).square().flatten(1).mean(1)
@@ -93,7 +93,7 @@ class _Forward:
 
 
 def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Mapping[str, Any]) -> None:
-    """`analysis.json`, the numbers of each sample beside it, and pictures of the worst where they are pictures."""
+    """`analysis.json`, the numbers of each sample next to it, and pictures of the worst where they are pictures."""
     outputs, targets, losses = (found[name] for name in ("outputs", "targets", "losses"))
     arrays = {"outputs": outputs.numpy(), "targets": targets.numpy(), "losses": losses.double().numpy()}
     samples, kind = len(losses), statistics.kind_of(arrays["outputs"], arrays["targets"])

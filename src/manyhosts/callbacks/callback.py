@@ -89,7 +89,7 @@ class Callback:
     """
 
     name = ""
-    """Under which its state stands in snapshots; the name of its class where it is empty."""
+    """Under which its state is in snapshots; the name of its class where it is empty."""
 
     def prepare(self, model: nn.Module) -> Sequence[str]:
         """Change the model before it is placed. Returns the names of frozen parameters that are to be trained later."""
@@ -102,7 +102,7 @@ class Callback:
         """Training begins here, or continues after a resume or a lost worker, with the states of this step."""
 
     def after_step(self, moment: Moment) -> None:
-        """A step is done: part of it, so it happens once for each step that counts, whoever is lost meanwhile."""
+        """A step is done: part of it, so it happens once for each step that counts, even if a worker is lost."""
 
     def after_epoch(self, moment: Moment) -> None:
         """The step just done was the last of its epoch."""

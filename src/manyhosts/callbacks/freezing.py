@@ -37,7 +37,7 @@ class Freeze(Callback):
         for pattern in self.patterns:
             if not any(matches(name, pattern) for name in known):
                 raise ConfigError(
-                    f"no trained parameter of the model is called {pattern!r}, or stands below it",
+                    f"no trained parameter of the model is called {pattern!r}, or is below it",
                     where=f"mh.Freeze({pattern!r})",
                     fix=f"known: {', '.join(dict.fromkeys(name.partition('.')[0] for name in known))}, and below",
                 )
@@ -70,5 +70,5 @@ class Freeze(Callback):
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a parameter's name is `pattern`, stands below it, or fits it as a file's name fits `*.txt`."""
+    """Whether a parameter's name is `pattern`, is below it, or fits it as a file's name fits `*.txt`."""
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)

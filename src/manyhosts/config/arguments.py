@@ -19,7 +19,7 @@ _STEPS = 'the length of a run is said when it starts: trainer.fit("5000 steps")'
 _WORKERS = "the script says nothing of machines: manyhosts run --workers 2, or --hosts a,b,c"
 _DATA = "data=mh.Data(train=train_set, validation=val_set, batch_size=64): datasets, no loaders"
 _OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
-_PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the whole"
+_PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the total"
 SAMPLER = (
     "the order is made here, the same on any number of workers: mh.Data(weights=mh.balanced(labels)) draws every class "
     "equally often, weights=[...] each sample as often as you say, order=lambda epoch: [...] is an order of your own; "
@@ -90,7 +90,7 @@ OF_DATA = {
     "sampler": SAMPLER,
     "batch_sampler": SAMPLER,
     "pin_memory": "batches are pinned where there is a GPU; leave it out",
-    "persistent_workers": "loader processes stay for the whole run; leave it out",
+    "persistent_workers": "loader processes stay for the entire run; leave it out",
     "prefetch_factor": 'loader_workers="auto" measures how many are needed; leave it out',
 }
 """Of `mh.Data`, likewise."""
@@ -125,8 +125,8 @@ OF_SNAPSHOTS = {
     "every_n_train_steps": 'every="500 steps"',
     "every_n_epochs": 'every="1 epoch"',
     "save_steps": 'every="500 steps"',
-    "save_top_k": "keep=3: the newest; the best model is kept beside them",
-    "save_total_limit": "keep=3: the newest; the best model is kept beside them",
+    "save_top_k": "keep=3: the newest; the best model is kept next to them",
+    "save_total_limit": "keep=3: the newest; the best model is kept next to them",
     "dirpath": 'mh.Trainer(run_dir="runs/mine"); to="s3://bucket/path" is for a copy elsewhere',
 }
 """Of `mh.Snapshots`, likewise."""

@@ -21,7 +21,7 @@ class ParameterServer:
 
     staleness: int | None = None
     """How many micro-batches a worker may be ahead of the slowest one that still computes. None: any number; 0: no
-    worker is ahead: each step is one update by the gradient of its whole batch, as in data parallelism."""
+    worker is ahead: each step is one update by the gradient of its entire batch, as in data parallelism."""
     servers: int | None = None
     """Into how many parts the parameters are cut, each kept by a server. None: one for each worker."""
 
@@ -46,7 +46,7 @@ class ParameterServer:
         return self.staleness != 0
 
     def check_goes_with(self, settings: Any) -> None:
-        """Refuse what cannot be done beside it; see `check_asynchronous`."""
+        """Refuse what cannot be combined with it; see `check_asynchronous`."""
         check_asynchronous(self, settings)
 
 
@@ -62,7 +62,7 @@ class Hogwild:
     is_asynchronous: ClassVar[bool] = True
 
     def check_goes_with(self, settings: Any) -> None:
-        """Refuse what cannot be done beside it; see `check_asynchronous`."""
+        """Refuse what cannot be combined with it; see `check_asynchronous`."""
         check_asynchronous(self, settings)
 
 
@@ -112,7 +112,7 @@ def check_asynchronous(strategy: ParameterServer | Hogwild, settings: Any) -> No
             (
                 settings.balance == "speed",
                 "balance",
-                "micro-batches go to whoever is free, so shares follow speed already",
+                "micro-batches go to whichever worker is free, so shares follow speed already",
                 "leave balance out",
             ),
             (
@@ -124,7 +124,7 @@ def check_asynchronous(strategy: ParameterServer | Hogwild, settings: Any) -> No
             (
                 settings.batch_size_per_worker is not None,
                 "batch_size_per_worker",
-                "micro-batches go to whoever is free, so nobody knows how many samples a worker has",
+                "micro-batches go to whichever worker is free, so it is not known how many samples a worker has",
                 "give batch_size",
             ),
         ]

@@ -36,7 +36,7 @@ OTHERWISE = {
 @answering(OTHERWISE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDP:
-    """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit whole while it computes it.
+    """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit in full to compute it.
 
     Between two steps all is in parts, whatever `zero` is.
     """
@@ -48,7 +48,7 @@ class FSDP:
     """What is gathered and let go of together: names of modules, which may hold `*` (`blocks.*`), or of their classes
     (`Block`); several with commas between them. Empty: found from the model, see docs/large-models.md."""
     zero: int = 3
-    """What a worker has whole during a step. `3`: nothing beyond the unit that it computes; `2`: all parameters, from
+    """What a worker has in full during a step. `3`: nothing beyond the unit that it computes; `2`: all parameters, from
     the first forward pass to the last backward pass; `1`: all parameters, and the gradients of all micro-batches."""
     shard: int | Literal["host"] | None = None
     """How many workers, in the order of their ranks, share one copy of the model; the others hold further copies, whose
@@ -112,7 +112,7 @@ class FSDP:
         """
         if self.cpu_offload:
             raise ConfigError(
-                "a plan does not know what parts in the memory of the host take: nobody has measured it",
+                "a plan does not know what parts in the memory of the host take: no one has measured it",
                 where="FSDP(cpu_offload=True)",
                 fix="plan it without: manyhosts plan --set strategy=fsdp; and compare with some steps of a run",
             )

@@ -13,14 +13,14 @@ from manyhosts.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class InitFrom:
-    """Weights to begin with, for `mh.Trainer(init_from=…)`; a path alone stands for `mh.InitFrom(path)`.
+    """Weights to begin with, for `mh.Trainer(init_from=…)`; a path alone means `mh.InitFrom(path)`.
 
     Names are patterns as of a shell, such as `"head.*"`, of parameters and buffers by their names in the model.
 
     Args:
         source: a run directory, a snapshot, a `.safetensors` file, a folder of Hugging Face's with one or several of
             them, a `.pt` file with a `state_dict`, or a `state_dict`.
-        rename: beginnings of names there, and what stands for them in this model: `{"bert.": "encoder."}`.
+        rename: beginnings of names there, and what replaces them in this model: `{"bert.": "encoder."}`.
         missing: what this model has and may keep as it was made, such as a new head, also where a tensor of that name
             is there with another shape.
         extra: what is there and may be left out.
@@ -54,5 +54,5 @@ class InitFrom:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of `patterns` stands for `name`."""
+    """Whether one of `patterns` matches `name`."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

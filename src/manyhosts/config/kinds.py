@@ -13,7 +13,7 @@ from manyhosts.errors import ConfigError
 
 _WORDS: dict[Any, str] = {
     bool: "True or False",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "a text",
     type(None): "None",
@@ -27,7 +27,7 @@ _FIXES = {"strategy": 'write strategy="ddp" (or another name), or one with its s
 def check_kinds(settings: Any, *, prefix: str = "") -> None:
     """See that each field of a dataclass has a value of its kind. Numbers of NumPy count as numbers, True does not.
 
-    A setting that takes one of some words is left to whoever knows the words. `prefix` stands before names in errors.
+    A setting that takes one of some words is left to the code that knows the words. `prefix` precedes names in errors.
 
     Raises:
         ConfigError: a value is of another kind.

@@ -54,7 +54,7 @@ class Mesh:
 
 
 def axis_of(strategy: object) -> tuple[str, str]:
-    """The axis that a strategy has beside `replicate`, and which of its settings says how many workers stand there.
+    """The axis that a strategy has besides `replicate`, and which of its settings says its size.
 
     `replicate` and empty where it has none; both empty where it knows nothing of a mesh.
     """
@@ -75,7 +75,7 @@ def laid_out(strategy: S, mesh: Mesh | None, workers: int) -> S:
     if own in (0, OF_MESH):
         if own == OF_MESH and not (size or mesh.replicate):
             raise ConfigError(
-                f"strategy 'ddp+{strategy.name}' makes copies, and nobody says how many workers make one",
+                f"strategy 'ddp+{strategy.name}' makes copies, and no one says how many workers make one",
                 where="strategy",
                 fix=f"write --set mesh.{axis}=2, or mh.Trainer(strategy=mh.Mesh({axis}=2))",
             )

@@ -23,7 +23,7 @@ class MetricsPort:
 
     @classmethod
     def parse(cls, text: str) -> MetricsPort:
-        """Read `9400`, for whoever is on the same host, or `0.0.0.0:9400`, for everybody who reaches it.
+        """Read `9400`, for processes of the same host, or `0.0.0.0:9400`, for everybody who reaches it.
 
         Raises:
             ConfigError: it is none of these.

@@ -104,7 +104,7 @@ def known_keys() -> list[str]:
 def check_keys(overrides: Iterable[str], values: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise ConfigError for the first key that is no setting, with the nearest one that is.
 
-    `values`: what was typed for them, where one value was; it stands in what is to be written instead.
+    `values`: what was typed for them, where one value was; it is in what is to be written instead.
     """
     known = known_keys()
     for key in overrides:
@@ -174,13 +174,13 @@ def _check_word(text: str, kind: Any, key: str) -> None:
 
 
 def _like(key: str, known: Sequence[str]) -> str:
-    """Keys that look like `key`, beside the nearest; empty where there are none."""
+    """Keys that look like `key`, next to the nearest; empty where there are none."""
     few = nearest_few(key, known)
     return f"like it: {', '.join(few)}; " if few else ""
 
 
 def table() -> list[tuple[str, str]]:
-    """Every key, with what it is where nobody says anything."""
+    """Every key, with its default."""
     found = {}
     for kind, prefix in ((Settings, ""), *((_section_type(each), f"{each}.") for each in _SECTIONS)):
         found.update({f"{prefix}{field.name}": _default(field) for field in dataclasses.fields(kind)})
@@ -282,7 +282,7 @@ def _read(text: str, kind: Any, key: str, words: Sequence[str] = ()) -> Any:
         try:
             return kind(text)
         except ValueError as cause:
-            needed = "a whole number" if kind is int else "a number"
+            needed = "an integer" if kind is int else "a number"
             also = f", a number or one of {', '.join(map(repr, words))}" if words else ""
             raise ConfigError(
                 f"{key} is {text!r}, which is not {needed}", where="--set", fix=f"write --set {key}=…{also}"

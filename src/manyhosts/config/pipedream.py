@@ -87,7 +87,7 @@ class PipeDream(Pipeline):
             (
                 settings.virtual_workers is not None,
                 "virtual_workers",
-                "stages cut the model, which virtual workers hold whole",
+                "stages cut the model, which virtual workers hold in full",
                 'leave virtual_workers out, or choose "ddp"',
             ),
             (settings.compile, "compile", "a stage computes some blocks of the model alone", "leave compile out"),
@@ -100,7 +100,7 @@ class PipeDream(Pipeline):
             (
                 settings.clip_gradients is not None,
                 "clip_gradients",
-                "a stage would have to wait for all others at each update to know the norm of the whole gradient",
+                "a stage would have to wait for all others at each update to know the norm of the full gradient",
                 'leave clip_gradients out, or use strategy="pipeline"',
             ),
             (

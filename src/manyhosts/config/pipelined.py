@@ -14,7 +14,7 @@ from manyhosts.table import nearest
 MEASURED, BY_LAYERS = "measured", "layers"
 """How the cuts are found where the user has not named them."""
 GPIPE, INTERLEAVED, ZERO_BUBBLE = "gpipe", "interleaved", "zero-bubble"
-"""Orders in which a worker computes the passes of a step, beside `1f1b`."""
+"""Orders in which a worker computes the passes of a step, besides `1f1b`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

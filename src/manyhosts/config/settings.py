@@ -58,10 +58,10 @@ class Settings:
     """How often the learning-rate schedule moves on."""
     seed: int = 0
     virtual_workers: int | None = None
-    """Cut each batch into so many parts, whoever computes them: the same bits on 1 to that many workers."""
+    """Cut each batch into so many parts, on however many workers: the same bits on 1 to that many workers."""
     balance: Literal["even", "speed"] = "even"
     """How a batch is cut over the workers: into equal parts, or by how fast each is found to be while it trains; with
-    virtual workers whole parts move, and no bit changes."""
+    virtual workers entire parts move, and no bit changes."""
     audit: float | None = None
     """The share of the virtual workers' parts that another worker computes again, to compare the bits."""
     weight: Literal["samples"] | None = None
@@ -173,7 +173,7 @@ class Settings:
                 "batch_norm='local' lets BatchNorm see each worker's own part, and with balance='speed' its size "
                 "follows the machine's speed: that would change the model",
                 where="balance",
-                fix='leave batch_norm out (BatchNorm then sees the whole batch), or use balance="even"',
+                fix='leave batch_norm out (BatchNorm then sees the entire batch), or use balance="even"',
             )
 
     def _check_batch(self) -> None:

@@ -1,4 +1,4 @@
-"""When snapshots are made, how many are kept, and where to, beside the run directory."""
+"""When snapshots are made, how many are kept, and where to, besides the run directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Snapshots:
     """A snapshot `every` so often, and the newest `keep` of them on disk.
 
     `every` is a duration (`"500 steps"`, `"1 epoch"`, `"10 min"`, or several joined by `or`). The best model is kept
-    beside them, in `best/`. `to` is a remote copy that each one is copied to beside training: an object store such as
+    next to them, in `best/`. `to` is a remote copy that each one is copied to during training: an object store such as
     `"s3://bucket/path"`, or a folder. A run whose disk is empty continues from there. One run, one address.
     """
 

@@ -69,7 +69,7 @@ def _check_mode(mode: str | None, where: str) -> None:
 
 
 def _better(rule: Best | EarlyStopping, value: float, best: float | None, *, by: float) -> bool:
-    assert rule.mode is not None or rule.metric == "loss", f"nobody has settled which {rule.metric} is better"
+    assert rule.mode is not None or rule.metric == "loss", f"no one has settled which {rule.metric} is better"
     if best is None:
         return True
     return value > best + by if rule.mode == "max" else value < best - by

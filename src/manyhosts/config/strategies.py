@@ -30,7 +30,7 @@ class Single:
 @answering(OF_DDP)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DDP:
-    """Every worker holds the whole model; gradients are summed over all of them in each step."""
+    """Every worker holds the entire model; gradients are summed over all of them in each step."""
 
     name: ClassVar[str] = "ddp"
     axis: ClassVar[tuple[str, str]] = ("replicate", "")
@@ -83,7 +83,7 @@ class DDP:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Auto:
-    """The simplest way that fits into the memory of every worker, decided as a run begins: the model whole, or cut."""
+    """The simplest way that fits into the memory of every worker, decided as a run begins: the model uncut, or cut."""
 
     name: ClassVar[str] = "auto"
 
@@ -142,7 +142,7 @@ def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
             raise ConfigError(
                 f"the mesh has {name}={size}, and strategy {strategy.name!r} puts no workers along that axis",
                 where=f"mesh.{name}",
-                fix=f"leave it out, or choose strategy={_BY_AXIS[name]!r}; beside replicate a mesh has one of shard, "
+                fix=f"leave it out, or choose strategy={_BY_AXIS[name]!r}; besides replicate a mesh has one of shard, "
                 "tensor and pipeline",
             )
 
@@ -175,7 +175,7 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
 
 
 def named(strategy: str | Strategy | Mesh) -> Strategy:
-    """The strategy that a name stands for, with its defaults, or a mesh; a value passes through.
+    """The strategy of a name, with its defaults, or a mesh; a value passes through.
 
     Raises:
         ConfigError: no strategy has that name.

@@ -29,7 +29,7 @@ class Tensor:
     plan: str | Mapping[str, str] = FOUND
     """How layers are cut. `found`: from a forward pass; or names of layers, which may hold `*`, with `column`, `row`,
     `gathered`, `vocabulary` or `whole`: `{"*.up": "column", "*.down": "row"}` (`*.up=column,*.down=row` in `--set`).
-    The first name that fits counts; what none fits is whole."""
+    The first name that fits counts; what none fits is not cut."""
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="Tensor.")

@@ -1,8 +1,8 @@
 """Which parts of a batch other workers compute again, and which workers: drawn alike on every worker.
 
 Drawn are steps, from (seed, epoch, place in the epoch): in such a step one part of every worker is audited, and every
-worker audits one. So nobody waits for somebody else's audit, and audits take the share of the time that was asked for.
-Whoever audits is of another host than the owner where that can be: what is wrong with a processor or a memory is wrong
+worker audits one. So no one waits for somebody else's audit, and audits take the share of the time that was asked for.
+An auditor is of another host than the owner where that can be: what is wrong with a processor or a memory is wrong
 for all workers of a host.
 """
 

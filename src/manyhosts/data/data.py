@@ -47,7 +47,7 @@ class Data:
     """
 
     @answers("mh.Data", OF_DATA)
-    def __init__(  # noqa: PLR0913  # the user's whole vocabulary for data, by name only
+    def __init__(  # noqa: PLR0913  # the user's entire vocabulary for data, by name only
         self,
         train: Dataset[Any] | None = None,
         *,
@@ -225,7 +225,7 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
         raise DataError(
             f"the {name} set cannot say how many samples it has: {type(cause).__name__}: {cause}",
             where=where,
-            fix=f"let {type(dataset).__name__}.__len__ return that number, a whole one from 0 on",
+            fix=f"let {type(dataset).__name__}.__len__ return that number, an integer from 0 on",
         ) from cause
     if count == 0:
         raise DataError(

@@ -113,7 +113,7 @@ class Fetcher:
         return DataError(
             f"{which} of the {self.name} set cannot be read: {type(cause).__name__}: {cause}",
             where=f"{type(self.dataset).__name__}.__getitem__" + (f", {place}" if place else ""),
-            fix="read that sample alone to see the whole error",
+            fix="read that sample alone to see the entire error",
         )
 
 
@@ -142,7 +142,7 @@ def tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Ten
 def rows_of(tensor: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """`tensor[chosen]`, for `chosen` of shape (rows,) on the CPU.
 
-    `index_select` copies whole rows, five times as fast for small images. It gives contiguous tensors and wants both
+    `index_select` copies full rows, five times as fast for small images. It gives contiguous tensors and wants both
     on one device, so others are indexed.
     """
     if tensor.is_cpu and tensor.is_contiguous():

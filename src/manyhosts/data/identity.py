@@ -274,7 +274,7 @@ def without_text(sample: Print) -> Print:
 
 
 _DIGEST = re.compile("[0-9a-f]{16}")
-"""What stands for a text."""
+"""What replaces a text."""
 
 
 def _bare(word: object) -> object:

@@ -2,7 +2,7 @@
 
 A process that is forked while another thread of its parent asks for the interpreter's list of threads waits for ever,
 before its first line, in Python up to 3.11.9 (python/cpython issue 112275). A worker has such threads: Gloo's take the
-interpreter's lock whenever they drop a tensor. Of 3,000 forks beside collective calls, 10 never began.
+interpreter's lock whenever they drop a tensor. Of 3,000 forks during collective calls, 10 never began.
 """
 
 from __future__ import annotations

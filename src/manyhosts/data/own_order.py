@@ -33,7 +33,7 @@ def asked(order: OrderOf, length: int, seed: int, epoch: int) -> Indices:
         raise ConfigError(
             f"order({epoch}) gives {what}, and an epoch has the numbers of {length} samples",
             where="mh.Data(order=…)",
-            fix=f"give {length} whole numbers; of fewer samples each may come twice: np.resize(some, {length})",
+            fix=f"give {length} integers; of fewer samples each may come twice: np.resize(some, {length})",
         )
     if found.min() < 0 or found.max() >= length:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """What tells one worker's dataset from another's without running the script's code: how it was split, tensors it holds.
 
-A split or tensors that are drawn from a generator nobody has seeded are others in every process. Reading a sample would
+A split or tensors that are drawn from a generator no one has seeded are others in every process. Reading a sample would
 run the script's code, so a dataset of the script's own is looked at only for datasets of PyTorch's that it holds.
 """
 

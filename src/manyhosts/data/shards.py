@@ -1,7 +1,7 @@
 """Streams that are read in shards: who reads which of them, and how far each has been read.
 
 An epoch is read in as many shards as a batch has parts when it begins, one for each worker or virtual worker, and in so
-many to its end, whoever goes and comes meanwhile. Shard s gives the s-th part of each global batch until it is at its
+many to its end, also when the workers change. Shard s gives the s-th part of each global batch until it is at its
 end, so which samples stand behind a step does not depend on who reads them. The parts that there are later share the
 shards, neighbours to one part; the samples of a part's shards are one sequence.
 
@@ -48,7 +48,7 @@ class ShardProgress:
 
     @classmethod
     def of(cls, stream: Mapping[str, Any], sample: int) -> ShardProgress:
-        """What `to_stream` gave. A stream that was read whole until now, `sample` samples of it, is one shard."""
+        """What `to_stream` gave. A stream that was not read in shards, `sample` samples of it, is one shard."""
         if "left" in stream:
             return cls(stream["read"], stream["left"], stream["states"])
         read = int(stream.get("read", sample))
@@ -186,7 +186,7 @@ class ShardReader:
         return Pass(dataset, seed=self.stream.seed, epoch=epoch, first=shard, stride=shards, state=state)
 
     def _dataset(self, shard: int, shards: int, others: Sequence[Any] = ()) -> Any:
-        """The dataset of one shard, and none of the `others` that are read beside it."""
+        """The dataset of one shard, and none of the `others` that are read next to it."""
         made = shard_of(self.stream.dataset, shard, shards)
         if not isinstance(made, IterableDataset) or any(made is other for other in others):
             what = "the same dataset again" if isinstance(made, IterableDataset) else type(made).__name__

@@ -45,7 +45,7 @@ class LoadedPiece:
 
 
 class DuePiece:
-    """A piece whose batch is fetched when it is asked for, and held by nobody here: so few are in memory at a time."""
+    """A piece whose batch is fetched when it is asked for, and held by no one here: so few are in memory at a time."""
 
     __slots__ = ("_asked", "_fetch", "plan")
 
@@ -75,24 +75,24 @@ class Step:
     samples: int
     """Samples of the global batch."""
     after: Position
-    """Where the data stands when the step is done."""
+    """Where the data is when the step is done."""
     ends_epoch: bool
     pieces: Sequence[LoadedPiece | DuePiece]
     taken: Indices
     """The samples of the global batch, by index; of a stream that is read in shards, by number (see `shards`)."""
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """What a stream needs beside `after` to continue from here; its worker knows what a dataset said of its place."""
+    """What a stream needs besides `after` to continue from here; its worker knows what a dataset said of its place."""
     shards: int = 0
     """In how many its epoch is read; 0 where it is not."""
     first_samples: Sequence[float] = ()
-    """Of the first step of a stream that every worker reads whole: what tells its samples from others."""
+    """Of the first step of a stream that every worker reads entirely: what distinguishes its samples."""
     audits: Sequence[LoadedAudit] = ()
     """The same ones on every worker."""
     held: Sequence[range] = ()
     """The parts that each worker computes, by rank; empty: neighbouring ones, as evenly as integers allow."""
 
     def fetched(self, most: int | None = None) -> list[LoadedPiece]:
-        """The first `most` pieces, or all, with their batches. Whoever asks puts them in the place of those."""
+        """The first `most` pieces, or all, with their batches. The caller puts them in the place of those."""
         return [
             piece if isinstance(piece, LoadedPiece) else LoadedPiece(piece.plan, piece.batch)
             for piece in self.pieces[:most]
@@ -256,7 +256,7 @@ def _walk(order: Order, cuts: Cuts, position: Position) -> Iterator[_StepPlan]:
 
 
 class _InOrder:
-    """Batches that come one after another, asked for by number: those that nobody asks for are passed over."""
+    """Batches that come one after another, asked for by number: those that no one asks for are passed over."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.batches, self.come = batches, 0
@@ -272,7 +272,7 @@ class _InOrder:
 
 
 class _Requested:
-    """A dataset whose index is a request and whose item is the whole batch."""
+    """A dataset whose index is a request and whose item is the entire batch."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher

@@ -1,6 +1,6 @@
 """Streams: datasets without an index, read in the order in which they come.
 
-Every worker reads the whole stream and keeps its part of each global batch, so that a stream is cut like any other
+Every worker reads the entire stream and keeps its part of each global batch, so that a stream is cut like any other
 dataset. One that offers `shard(index, count)` is read in shards instead: see `shards`. Continuing from a snapshot skips
 what was read, or uses the dataset's `state_dict` and `load_state_dict` where it has them.
 """
@@ -85,7 +85,7 @@ class Stream:
         except Exception as cause:
             what = f"the {self.name} stream cannot be read: {type(cause).__name__}: {cause}"
             place = refusals.place_in_script(cause) or type(self.dataset).__name__
-            fix = "read the stream alone up to there to see the whole error"
+            fix = "read the stream alone up to there to see the entire error"
             yield Failed(refusals.explained(cause) or DataError(what, where=place, fix=fix))
 
     def _steps(self, cuts: Cuts, position: Position, state: Mapping[str, Any]) -> Iterator[Step]:

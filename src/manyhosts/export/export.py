@@ -35,7 +35,7 @@ class Request:
     precision: str = "fp32"
     snapshot: str = "best"
     output: Path | None = None  # None: `exports/<format>` in the run directory, with the precision where it is not fp32
-    preprocess: str = ""  # `function` of the script, or `module:function`, a file beside it
+    preprocess: str = ""  # `function` of the script, or `module:function`, a file next to it
     licence: str = "unknown"
     model: str = ""  # which one of an mh.Run that has several
 
@@ -52,7 +52,7 @@ class Request:
 
 
 def export(request: Request, tell: Callable[[str], None] = lambda _: None) -> tuple[Path, Description]:
-    """Write the export of a run, compare it with the trained model, and put it in its place whole.
+    """Write the export of a run, compare it with the trained model, and put it in its place when it is complete.
 
     `tell` hears what is being done. An export that was there before is replaced when the new one has been verified.
 
@@ -170,7 +170,7 @@ def named_function(word: str, run: TrainedRun) -> Any:
         raise ConfigError(
             f"there is no function {name!r} in {where}",
             where="--preprocess",
-            fix="name a function of the script, or module:function of a file beside it",
+            fix="name a function of the script, or module:function of a file next to it",
         ) from cause
     return function
 
@@ -183,9 +183,9 @@ def _preprocessing(word: str, run: TrainedRun, folder: Path) -> Preprocessing:
         text = source.read_text()
         if "__main__" not in text:
             raise ConfigError(
-                f"{function.__name__} stands in a script that trains as soon as it is imported",
+                f"{function.__name__} is in a script that trains as soon as it is imported",
                 where="--preprocess",
-                fix=f"move it into a file beside the script and name it as module:{function.__name__}, or train below "
+                fix=f"move it into a file next to the script and name it as module:{function.__name__}, or train below "
                 'if __name__ == "__main__":',
             )
     shutil.copy(source, folder / "preprocess.py")

@@ -26,7 +26,7 @@ from manyhosts.training.trained_script import TrainedRun
 # Arguments of a model that are targets: transformers' models compute the loss themselves
 _TARGETS = ("labels",)
 _MOST_SAMPLES = 255
-# Sizes of the batches that are held against each other to see what belongs to a sample
+# Sizes of the batches that are compared with each other to see what belongs to a sample
 _TWO = (2, 17)
 _FIX = "give the model tensors with one row for each sample"
 

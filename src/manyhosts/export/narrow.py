@@ -1,4 +1,4 @@
-"""Weights in eight or sixteen bits: of int8, matrices and kernels are whole numbers with one scale for each row.
+"""Weights in eight or sixteen bits: of int8, matrices and kernels are integers with one scale for each row.
 
 Symmetric, by the largest value of each row of the first dimension (each output channel), as in torchao's weight-only
 int8; decision 0103 says why it is not torchao's. Inside a program the weight is made again where it is used, so any
@@ -59,7 +59,7 @@ def narrow(model: nn.Module, precision: str) -> nn.Module:
 
 
 def quantised_state(model: nn.Module) -> dict[str, Tensor]:
-    """The `state_dict` of `model`, with int8 for the weights of those layers and `name.scale` beside each."""
+    """The `state_dict` of `model`, with int8 for the weights of those layers and `name.scale` next to each."""
     state = dict(model.state_dict())
     for name, _ in _of_layers(model):
         weight = f"{name}.weight".removeprefix(".")

@@ -58,7 +58,7 @@ def compare(
 
 
 def _gap(one: Tensor, other: Tensor, place: str, where: str) -> float:
-    """The largest difference, as a share of the largest value or of 1; whole numbers that differ are infinitely far.
+    """The largest difference, as a share of the largest value or of 1; integers that differ are infinitely far.
 
     Raises:
         NotTheSame: the shapes differ, or one has NaN or infinity where the other has a number.

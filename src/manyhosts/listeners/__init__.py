@@ -1,1 +1,1 @@
-"""Those who are told what happens in a run: progress, metrics, TensorBoard."""
+"""Observers of what happens in a run: progress, metrics, TensorBoard."""

@@ -52,7 +52,7 @@ class Broadcast:
             _LOG.warning(words, _name(self.listeners[place]), spent, passed)
 
     def flush(self) -> bool:
-        """Have all that was told on the disk, where a listener writes. The loop calls it before each snapshot.
+        """Have all that was reported on the disk, where a listener writes. The loop calls it before each snapshot.
 
         Returns whether it is there.
         """

@@ -67,7 +67,7 @@ def _head(summary: Summary) -> str:
 
 
 def _from_here(folder: Path) -> Path:
-    """`folder` as it is typed in the working directory, where it stands below it."""
+    """`folder` as it is typed in the working directory, where it is below it."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 

@@ -77,7 +77,7 @@ class Logger:
         self.write_rest()
 
     def begin_at(self, step: int) -> None:
-        """The run begins, or is resumed, behind `step`: what later steps had is told once more."""
+        """The run begins, or is resumed, behind `step`: what later steps had is reported once more."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write `rows`, in their order."""
@@ -118,7 +118,7 @@ class CSVLogger(Logger):
             csv.DictWriter(file, self._columns, restval="").writerows(lines)
 
     def _read(self) -> list[dict[str, str]]:
-        """The lines of the file, whole ones alone: a process that was killed may have left a part of one."""
+        """The lines of the file, complete ones alone: a process that was killed may have left a part of one."""
         if not self.path.exists():
             return []
         text = self.path.read_text()

@@ -9,8 +9,8 @@ from manyhosts.records.metrics import MetricsFile
 class WriteMetrics:
     """Hands every event to the metrics file.
 
-    A run that starts where another broke off takes away what will be told again, and tells the restart with what it
-    cost: nobody else knows how far the other had come.
+    A run that starts where another broke off removes what will be reported again, and reports the restart with what it
+    cost: no one else knows how far the other had come.
     """
 
     def __init__(self, metrics: MetricsFile) -> None:
@@ -31,7 +31,7 @@ class WriteMetrics:
             self.metrics.add(event)
 
     def _before(self, event: Event) -> None:
-        """Take away what will be told again, where `event` says so."""
+        """Take away what will be reported again, where `event` says so."""
         if isinstance(event, RunStarted):
             self._resume(event)
         elif isinstance(event, Recovered) and event.rewound:

@@ -40,7 +40,7 @@ def writable(text: str, encoding: str | None) -> str:
 def fitted(text: str, width: int) -> str:
     """`text`, painted or not, in lines of at most `width` columns; what happens in the next line is indented.
 
-    Bars are left out where one of them has no room, a rule gives way, and a word that is longer stays whole.
+    Bars are left out where one of them has no room, a rule gives way, and a word that is longer is not cut.
     """
     lines = text.split("\n")
     if any(len(bare(line)) > width and _BAR.search(line) for line in lines):

@@ -51,10 +51,10 @@ class ShowProgress:
         self._start = started
         self._first: StepDone | None = None
         self._recent: deque[tuple[float, int, float]] = deque()
-        """Of each time it was told new steps: when, their samples, and the seconds they took."""
+        """Of each report of new steps: when, their samples, and the seconds they took."""
         self._epoch: EpochDone | None = None
         self._loss_since, self._samples_since = 0.0, 0
-        """Of the steps since the last line that told their loss."""
+        """Of the steps since the last line that reported their loss."""
         self._background_writer: BackgroundWriter[Event] = BackgroundWriter(
             self._tell, every_s=_EVERY_S, name="shows progress"
         )

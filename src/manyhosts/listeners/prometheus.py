@@ -31,7 +31,7 @@ _PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall")
 
 
 class Figures:
-    """What a run has told, as families of metrics. Events come from the loop, and `collect` from a server's thread."""
+    """Events of a run as families of metrics. Events come from the loop, and `collect` from a server's thread."""
 
     def __init__(self, record: RunRecord, *, restarts: int, families: Any) -> None:
         """`families`: the module `prometheus_client.core`."""
@@ -107,7 +107,7 @@ class Figures:
         yield slow
 
     def _of_a_worker_alone(self) -> tuple[WorkerTimes, ...]:
-        """Of the leader, where no other is there or none has told its times yet."""
+        """Of the leader, where no other is there or none has reported its times yet."""
         steps = [step.timing for step in self._recent]
         if not steps:
             return ()
@@ -122,7 +122,7 @@ class ServeMetrics:
         """Begin to serve.
 
         Raises:
-            ConfigError: Prometheus' library is not installed here, or nobody can listen at `place`.
+            ConfigError: Prometheus' library is not installed here, or no one can listen at `place`.
         """
         try:
             library = importlib.import_module("prometheus_client")

@@ -29,7 +29,7 @@ def standard(
     """Metrics file, TensorBoard, progress and summary, for a `Broadcast`.
 
     `to` is where they speak: where it is left out, the head of `manyhosts run`, or this process's output. The progress
-    comes before the summary, so that its last line stands above the last screen. Whoever takes over from another leader
+    comes before the summary, so that its last line is above the last screen. One that takes over from another leader
     gives its `metrics`, and with what the run `started`.
 
     Raises:

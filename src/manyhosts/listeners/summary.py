@@ -28,8 +28,8 @@ class WriteSummary:
             try:
                 self.file.flush()
             except OSError as refused:
-                trouble = refused  # the lines wait in memory, and what the disk has is told all the same
-            # the metrics file may have been told of the event or not: a line that stands twice changes nothing
+                trouble = refused  # the lines wait in memory, and what the disk has is reported all the same
+            # the metrics file may have the event or not: a line that is there twice changes nothing
             lines = chain(metrics.stream(self.file.path), [metrics.line_of(event)])
             summary = summarise(lines, self.record)
             try:

@@ -24,7 +24,7 @@ _MOST_POINTS = 16
 
 
 class WriteTensorBoard:
-    """Draws the events in `folder`, from a thread. TensorBoard is imported there too, beside the first steps."""
+    """Draws the events in `folder`, from a thread. TensorBoard is imported there too, during the first steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,6 +1,6 @@
 """The display of a run: one live line at the bottom of a terminal, everything else above it; plain lines elsewhere.
 
-The live line is redrawn in one write, over itself, so that it never flickers. Whoever has the terminal owns the
+The live line is redrawn in one write, over itself, so that it never flickers. The owner of the terminal owns the
 display: the process of a script that runs alone, or the head of `manyhosts run`, which its workers tell what to show.
 """
 
@@ -47,7 +47,7 @@ class Display:
         self._guarded: list[tuple[str, TextIO]] = []
 
     def line(self, text: str, prefix: str = "", is_error: bool = False) -> None:
-        """Lines that a worker wrote, without the end of the last. `prefix` stands before each."""
+        """Lines that a worker wrote, without the end of the last. `prefix` is before each."""
         prefix = paint(prefix, "yellow" if is_error else "cyan") if self._coloured else prefix
         text = prefix + text.replace("\n", "\n" + prefix) if prefix else text
         self._above(writable(text, self._stream.encoding), to_errors=is_error)
@@ -139,7 +139,7 @@ class Display:
 
 
 class _Guarded:
-    """Stands for `sys.stdout` or `sys.stderr` while a live line is on the terminal."""
+    """Replaces `sys.stdout` or `sys.stderr` while a live line is on the terminal."""
 
     def __init__(self, stream: TextIO, owner: Display) -> None:
         self._stream, self._owner = stream, owner

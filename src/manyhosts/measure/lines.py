@@ -17,7 +17,7 @@ def tell(kind: str, **values: Any) -> None:
 
 
 def heard(line: str) -> dict[str, Any] | None:
-    """What `line` says, of whatever stands before it; None where it is one of the script's own."""
+    """What `line` says, of whatever is before it; None where it is one of the script's own."""
     _, sign, text = line.partition(_SIGN)
     if not sign:
         return None

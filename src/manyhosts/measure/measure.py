@@ -103,7 +103,7 @@ class Where:
     """How workers are started."""
 
     program: Sequence[str]
-    """What stands for `manyhosts`."""
+    """What is called instead of `manyhosts`."""
     words: Sequence[str]
     """Behind `run`, for every start: `--on slurm`, `--cluster lab`."""
     hosts: Sequence[str]
@@ -173,14 +173,14 @@ def _slower(said: Mapping[str, Any], measured: Measured, *, at_once: int) -> flo
     """How many times as long workers at once computed as one alone; 0 where that many samples were not measured.
 
     Workers that take turns on one core are as many times slower as there are of them. More than twice that is not
-    theirs: something else had the cores at that moment, and nobody knows what they take from each other.
+    theirs: something else had the cores at that moment, and it is not known what they take from each other.
     """
     usual = {each.samples: each.forward_s + each.backward_s for each in measured.compute}.get(said["samples"])
     return min(2.0 * at_once, max(1.0, said["pass_s"] / usual)) if usual else 0.0
 
 
 def _network(said: Mapping[str, Any], *, senders: int = 1) -> Network:
-    """What was told of the network; `senders`: workers whose bytes go the same way."""
+    """What was measured of the network; `senders`: workers whose bytes go the same way."""
     return Network(
         latency_s=said["latency_s"],
         bytes_per_second=senders * said["bandwidth"],
@@ -253,7 +253,7 @@ def measure_on_hosts(asked: Asked, where: Where, tell: Callable[[str], None]) ->
     """As `measure`, where it will run: each start is an ordinary `manyhosts run`, whose workers measure.
 
     Raises:
-        LaunchError: they could not be started; what `manyhosts run` said of it is told.
+        LaunchError: they could not be started; what `manyhosts run` said of it is reported.
         Interrupted: by a signal.
     """
     with _by_run(asked, where, tell) as start:
@@ -286,7 +286,7 @@ def _by_run(asked: Asked, where: Where, tell: Callable[[str], None]) -> Iterator
             for key, value in {**request.environment(), variables.FIRST: INSIDE}.items():
                 words += ["--env", f"{key}={value}"]
             for name in asked.environment:
-                words += ["--env", name]  # its value is seen by nobody who lists processes
+                words += ["--env", name]  # its value is seen by no one who lists processes
             words += ["--run-dir", str(Path(folder) / str(number)), asked.script, *asked.arguments]
             return _heard([*where.program, *words], Path(folder) / f"{number}.log", asked, tell)
 
@@ -337,7 +337,7 @@ def _why(reported: Told, script: str) -> ManyhostsError:
 def without_trainer(script: str) -> ConfigError:
     """The error of a script that is not ours to measure."""
     return ConfigError(
-        "the script trains without mh.Trainer, so nobody knows what a step of it is",
+        "the script trains without mh.Trainer, so it is not known what a step of it is",
         where=script,
         fix="plan a script that calls mh.Trainer(…).fit(…); `manyhosts study` measures any script by running it",
     )

@@ -24,7 +24,7 @@ class Request:
     """Several workers, who compute at the same time and then measure the network between them."""
 
     whole: bool = False
-    """Whether each worker is to hold the whole model, though the script has it cut into parts."""
+    """Whether each worker is to hold the entire model, though the script has it cut into parts."""
 
     def environment(self) -> Mapping[str, str]:
         """The variable that carries this to a worker."""

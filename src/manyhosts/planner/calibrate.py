@@ -25,7 +25,7 @@ from manyhosts.planner.predict import Way
 from manyhosts.records.whole_file import read_json, write_json_whole
 
 NAME = "plan-calibration.json"
-"""Beside the `study.json` that it was made from."""
+"""Next to the `study.json` that it was made from."""
 _PARTS = ("compute", "communication_exposed", "data_wait", "straggler")
 _FEWEST_EPOCHS = 3
 _OF_A_WAY = {"strategy", "compression"}
@@ -76,7 +76,7 @@ class Calibration:
         return text
 
     def write(self, folder: Path) -> Path:
-        """Put it beside the study in `folder`."""
+        """Put it next to the study in `folder`."""
         write_json_whole(folder / NAME, asdict(self))
         return folder / NAME
 

@@ -93,7 +93,7 @@ def read(path: Path) -> list[Machines]:
 
 def _machines(name: str, table: Any, where: str) -> Machines:
     if not isinstance(table, dict):
-        raise ConfigError(f"{name} stands outside of any table", where=where, fix="write it below a [NAME]")
+        raise ConfigError(f"{name} is outside of any table", where=where, fix="write it below a [NAME]")
     if unknown := [key for key in table if key not in _KEYS]:
         fix = f"{nearest(unknown[0], _KEYS)}it may hold: {', '.join(_KEYS)}"
         raise ConfigError(f"there is no {unknown[0]!r} of a machine", where=where, fix=fix)
@@ -125,7 +125,7 @@ def _whole(table: Mapping[str, Any], key: str, where: str, *, least: int) -> int
     if value is None:
         return None
     if type(value) is not int or value < least:
-        raise ConfigError(f"{key} is {value!r}", where=where, fix=f"give a whole number of {least} or more")
+        raise ConfigError(f"{key} is {value!r}", where=where, fix=f"give an integer of {least} or more")
     return value
 
 

@@ -145,7 +145,7 @@ def activations(measured: Measured, workers: int) -> int:
 
 
 def backward_bytes(measured: Measured, workers: int) -> int:
-    """Bytes that its backward pass holds at most beside these."""
+    """Bytes that its backward pass holds at most in addition to these."""
     return round(quantity(measured, workers, lambda each: float(each.backward_bytes)))
 
 

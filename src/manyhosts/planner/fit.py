@@ -16,7 +16,7 @@ from manyhosts.planner.strategies.virtual import gradients_kept
 from manyhosts.units import bytes_in_words
 
 RESERVE, LEAST_RESERVE = 0.1, 64_000_000
-"""Kept free beside what is counted, the second on a CPU alone: for allocators, which give out memory in pieces,
+"""Kept free in addition to what is counted, the second on a CPU alone: for allocators, which give out memory in pieces,
 threads, connections and messages under way, samples that are read, and what Python loads when it is first needed."""
 MOST_WORKERS = 4096
 """Up to which it is tried how many would do."""
@@ -56,7 +56,7 @@ class Training:
     is_shared: bool
     """Whether there are other workers, or may be some day."""
     apart: bool = False
-    """Whether this worker joins others, who have decided without it: they hold the whole model each."""
+    """Whether this worker joins others, who have decided without it: they hold the entire model each."""
     virtual_workers: int | None = None
 
     def on(self, workers: int, now: int) -> Training:

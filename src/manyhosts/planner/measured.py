@@ -38,7 +38,7 @@ class Compute:
     activation_bytes: int
     """What the forward pass leaves for the backward pass; of a GPU, what both passes hold at most."""
     backward_bytes: int = 0
-    """What the backward pass holds at most beside these."""
+    """What the backward pass holds at most in addition to these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Compression:
     """What one way to send less makes of this model's gradient."""
 
     arithmetic_s: float
-    """Packing and unpacking the whole gradient once."""
+    """Packing and unpacking the full gradient once."""
     processor_s: float = 0.0
     """Of all cores together, for the same. 0: not known."""
     reduced_bytes: int
@@ -56,14 +56,14 @@ class Compression:
     exchanges: int
     """Collectives in a step."""
     through_owners: bool = False
-    """Whether what is summed goes to the owner of each part and from there to all, in whole messages, not in a ring."""
+    """Whether what is summed goes to the owner of each part and from there to all, in full messages, not in a ring."""
     spread: float = 0.0
     """Standard deviation of the arithmetic, over itself. 0: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InParts:
-    """What a worker computes more where it holds parts of the model, whoever is waited for left out."""
+    """What a worker computes more where it holds parts of the model, waiting for others left out."""
 
     passes_s: float
     """Of a forward and a backward pass: units put in their places and let go of, gradients taken apart and added up."""
@@ -149,14 +149,14 @@ class Measured:
     update_s: float
     """Clipping and the optimizer's step."""
     step_other_s: float
-    """What a step takes beside data, compute, exchange and update."""
+    """What a step takes besides data, compute, exchange and update."""
     buckets: tuple[Bucket, ...]
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     buffer_bytes: int
     update_bytes: int = 0
-    """What the optimizer's step holds for a while beside what it keeps."""
+    """What the optimizer's step holds for a while in addition to what it keeps."""
     unit_bytes: tuple[int, ...] = ()
     """Of the parameters of each unit that the model can be cut into, in the order of the forward pass; last of what no
     unit holds. Empty: it cannot be cut into units."""
@@ -192,7 +192,7 @@ class Measured:
     copy_s_per_byte: float = 0.0
     """Of copying, into memory that was just got, in pieces as large as a unit. 0: not known."""
     in_parts: InParts | None = None
-    """None: not measured, as on a device beside which the host computes."""
+    """None: not measured, as on a device whose host computes meanwhile."""
     device: str = "cpu"
     """Its type: `cpu`, `cuda`."""
     cores: int = 1
@@ -212,8 +212,8 @@ class Measured:
     contention_spread: float = 0.0
     """Standard deviation of what passes of workers at once took, over itself. 0: not known."""
     process_bytes: int = 0
-    """Memory of a worker's process beside its tensors: the interpreter, torch, the data set, loader processes; what is
-    shared with others by its share. 0: not known, or of a device beside which the host computes."""
+    """Memory of a worker's process without its tensors: the interpreter, torch, the data set, loader processes; what is
+    shared with others by its share. 0: not known, or of a device whose host computes meanwhile."""
     compression: Mapping[str, Compression] = field(default_factory=dict)
     """By name; `none` needs no entry."""
 
@@ -324,7 +324,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value
-    raise ConfigError(f"{value!r} stands where {kind} should", where=where, fix=_AGAIN)
+    raise ConfigError(f"{value!r} is where {kind} should", where=where, fix=_AGAIN)
 
 
 def _read_fields(kind: type, value: dict[str, Any], where: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a worker holds of a training at most, by what it takes of memory as a whole and by the way to train."""
+"""What a worker holds of a training at most, by what it takes of memory in total and by the way to train."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Memory:
     buffers: int
     activations: int
     strategy: int = 0
-    """What the strategy keeps beside them, or has whole for a while."""
+    """What the strategy keeps in addition to them, or has in full for a while."""
     passing: int = 0
     """What is there for a while: gradients of activations, what an update computes with, the copy that a snapshot is
     written from."""
     apart: int = 0
     """Of all these, what is not there when most is held."""
     process: int = 0
-    """What its process has beside the tensors of the training."""
+    """What its process has in addition to the tensors of the training."""
 
     @property
     def other(self) -> int:
@@ -49,9 +49,9 @@ class ModelBytes:
     buffers: int
     activations: int
     backward: int = 0
-    """What the backward pass holds at most beside these: gradients of activations."""
+    """What the backward pass holds at most in addition to these: gradients of activations."""
     update: int = 0
-    """What the optimizer's step holds for a while beside what it keeps."""
+    """What the optimizer's step holds for a while in addition to what it keeps."""
     units: tuple[int, ...] = ()
     """Of the parameters of each unit that the model can be cut into, in the order of the forward pass; last of what no
     unit holds. Empty: it cannot be cut into units."""
@@ -86,7 +86,7 @@ def model_bytes(measured: Measured, workers: int) -> ModelBytes:
 
 
 def whole(model: ModelBytes, *, workers: int, strategy: int = 0) -> Memory:
-    """Where each of `workers` holds the whole model, and its strategy keeps so much beside it.
+    """Where each of `workers` holds the entire model, and its strategy keeps so much in addition.
 
     Gradients lie in buckets from the beginning on; on a GPU those of earlier micro-batches wait outside of them.
     After the first step the buckets are made again, in the order in which gradients came.
@@ -162,7 +162,7 @@ class _Backward:
         return self.model.activations * (1 - done / len(self.blocks))
 
     def _gradients(self, done: int, *, at: int | None = None) -> float:
-        """What is kept of gradients when so many blocks are done: their parts, and those that wait whole.
+        """What is kept of gradients when so many blocks are done: their parts, and those that wait in full.
 
         `at`: the blocks whose parts are there, where that is another number.
         """
@@ -173,7 +173,7 @@ class _Backward:
 
     @property
     def _keeps_all(self) -> bool:
-        """Whether the gradients of earlier micro-batches wait whole."""
+        """Whether the gradients of earlier micro-batches wait in full."""
         return self.zero == 1 and self.model.several
 
     def _whole(self, done: int, ahead: int) -> float:

@@ -3,7 +3,7 @@
 Exchanges go in one order, the same on all workers, and share one wire: each begins when its bytes are ready and the
 wire is free. One that computes before and after it sends (a compression) does so in one of a few queues, taken in turn,
 so that one computes while another's bytes travel. Whatever computes at a moment shares the cores of its worker evenly:
-an exchange makes the passes longer that it runs beside, and no others.
+an exchange makes the passes longer that it overlaps with, and no others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """What runs beside the exchanges, and the cores that both share."""
+    """What overlaps with the exchanges, and the cores that both share."""
 
     seconds: float
     """That all passes take where nothing is exchanged."""
@@ -58,7 +58,7 @@ class _Left:
 def last_end(transfers: Iterable[Transfer], *, queues: int = 1, passes: Passes | None = None) -> float:
     """When passes and exchanges are over; without `passes`, when the exchanges are. 0 where there are none.
 
-    `queues`: how many exchanges compute beside each other.
+    `queues`: how many exchanges compute at the same time.
     """
     play = _Play(transfers, queues, passes)
     while play.is_on():

@@ -1,4 +1,4 @@
-"""A whole plan: what was measured, every prediction, the advice, and how far off it is known to be."""
+"""A complete plan: what was measured, every prediction, the advice, and how far off it is known to be."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def predictions(
     sizes: Iterable[tuple[int, int]],
     asked: Sequence[Way],
 ) -> list[Prediction]:
-    """Of every size (machines, workers on each) by every way; one worker has nobody to exchange with, and one way."""
+    """Of every size (machines, workers on each) by every way; one worker has no one to exchange with, and one way."""
     found = []
     for nodes, each in sizes:
         group = machines.group(nodes, each)
@@ -194,7 +194,7 @@ def epoch_seconds(measured: Measured, group: Group, model: StrategyModel) -> flo
 
 
 def validation_seconds(measured: Measured, group: Group) -> float:
-    """One validation: a set in parts, of which the worker with most of them has a whole number."""
+    """One validation: a set in parts, of which the worker with most of them has an integral number."""
     samples = measured.validation_samples
     if not samples:
         return 0.0

@@ -26,7 +26,7 @@ LIMITS = {
     "communication_exposed": "exchanges that no computing hides",
     "data_wait": "waiting for data",
     "update": "the optimizer's step",
-    "other": "what a step does beside all that",
+    "other": "what a step does besides all that",
 }
 
 

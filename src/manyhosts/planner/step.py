@@ -116,13 +116,13 @@ def exposed_after(
 
 
 def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: float) -> Step:
-    """The step whose exchanges continue for `exposed` seconds after, and beside, its passes, BatchNorm's left out."""
+    """The step whose exchanges continue `exposed` seconds after its passes, and during them, BatchNorm's left out."""
     # The update and the rest keep a core busy, also where passes wait for something else and hardly slow each other.
     slower = max(slowdown(measured, group), crowding(measured, group) / group.speed)
     own = lines.passes
     without_data = Step(
         compute=own.total,
-        # Passes that are cut by meetings wait in each of them for whoever is last there. Where what varies is
+        # Passes that are cut by meetings wait in each of them for the worker that arrives last. Where what varies is
         # independent from one to the next, a part of a step that is an n-th of it varies by the root of an n-th.
         straggler=math.sqrt(1 + lines.meetings) * own.spread * expected_largest(group.workers),
         communication_exposed=exposed + lines.batch_norm_forward + lines.batch_norm_backward,
@@ -138,7 +138,7 @@ def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: floa
 
 
 def longer(step: Step, compute_s: float, measured: Measured) -> Step:
-    """The same step with `compute_s` seconds more of compute, beside which loader processes fetch on."""
+    """The same step with `compute_s` seconds more of compute, during which loader processes fetch on."""
     beside = compute_s if measured.loader_processes else 0.0
     return replace(step, compute=step.compute + compute_s, data_wait=max(0.0, step.data_wait - beside))
 
@@ -147,7 +147,7 @@ def data_wait(measured: Measured, group: Group, *, beside: float, busy_s: float 
     """Seconds of a step that its samples are waited for; `beside` are those of all else in it.
 
     Loader processes fetch while the step runs, so only what takes them longer than it is waited for. Without them the
-    worker fetches for itself, and nothing runs beside it. Workers of one machine share its cores, which bound what all
+    worker fetches for itself, and nothing runs next to it. Workers of one machine share its cores, which bound what all
     their loaders give together; where loader processes are more than the cores that are left, with what the rest of
     the step keeps busy for `busy_s`.
     """

@@ -1,4 +1,4 @@
-"""Work done beside the training loop: handed over in an instant, dealt with in batches by a thread."""
+"""Work done next to the training loop: handed over in an instant, dealt with in batches by a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the files of a snapshot hold, held against its manifest and against each other.
+"""What the files of a snapshot hold, compared with its manifest and with each other.
 
 No torch here: `manyhosts snapshots verify` is to refuse whatever a run would refuse.
 """

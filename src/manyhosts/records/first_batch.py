@@ -29,7 +29,7 @@ class FirstBatch:
 def pictures_of(inputs: Any, targets: Any, most: int) -> FirstBatch | None:
     """The first `most` of a batch of arrays, where they look like pictures: (samples, 1 or 3, height, width).
 
-    All are brought to 0 to 255 by the lowest and the highest value of them together, for whoever normalised them had
+    All are brought to 0 to 255 by the lowest and the highest value of them together: the normalisation had
     reasons that no file tells.
     """
     is_picture = getattr(inputs, "ndim", 0) == 4 and inputs.shape[1] in _CHANNELS and len(inputs) > 0
@@ -46,7 +46,7 @@ def pictures_of(inputs: Any, targets: Any, most: int) -> FirstBatch | None:
 
 
 def write(path: Path, batch: FirstBatch) -> None:
-    """Put `batch` at `path`, whole or not at all.
+    """Put `batch` at `path`, completely or not at all.
 
     Raises:
         OSError: the disk does not take it.
@@ -69,7 +69,7 @@ def read(path: Path) -> FirstBatch | None:
 
 
 def _labels(targets: Any, count: int) -> tuple[str, ...]:
-    """Whole numbers, one for each picture; of other targets nothing is kept."""
+    """Integers, one for each picture; of other targets nothing is kept."""
     if getattr(targets, "ndim", 0) != 1 or len(targets) < count:
         return ()
     array = np.asarray(targets[:count])

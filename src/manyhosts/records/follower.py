@@ -25,7 +25,7 @@ class News:
 
 @dataclass(slots=True)
 class Follower:
-    """Reads what is new in `path` each time that it is asked; a half-written last line waits until it is whole.
+    """Reads what is new in `path` each time that it is asked; a half-written last line waits until it is complete.
 
     The file is held open, so that the number by which the system knows it is not given to the next one.
     """
@@ -36,7 +36,7 @@ class Follower:
     _place: int = field(default=0, init=False)
 
     def look(self) -> News:
-        """What is new. Of a long file a part at a time, so that whoever shows it can show how far it is."""
+        """What is new. Of a long file a part at a time, so that a display can show how far it is."""
         began_again = self._open_present()
         if self._descriptor < 0:
             return News([], began_again, more=False)

@@ -79,7 +79,7 @@ class LineFile(Generic[T]):
         return found[::-1]
 
     def replace_tail(self, start: int, lines: list[Line]) -> None:
-        """Put `lines` in the place of all that stands from byte `start` on, whole or not at all."""
+        """Put `lines` in the place of all that is from byte `start` on, completely or not at all."""
         self._background_writer.flush()
         with self._lock:
             half = self.path.with_name(f".{self.path.name}.half")

@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: what is in the folder, where in the run it stands, and whether every byte is still there.
+"""The manifest of a snapshot: what is in the folder, its place in the run, and whether every byte is still there.
 
     snapshots/step-00000400/manifest.json         this file
-                            state.json            the plain values, and where each tensor stands among them
+                            state.json            the plain values, and where each tensor is among them
                             tensors-00000-of-00002.safetensors …
 
 No torch here, so that the command line can list and check snapshots on any machine. `docs/decisions/0003` says why the
@@ -23,9 +23,9 @@ from manyhosts.records.json_text import parsed
 from manyhosts.records.tensor_parts import TensorRecord, dtype_and_shape, first_flaw, from_dtype_and_shape
 
 FORMAT_VERSION = 5
-"""1: nothing in `Facts.run`. 2: what the run was asked, which a resume is held against. 3: the state may say that the
+"""1: nothing in `Facts.run`. 2: what the run was asked, which a resume is compared with. 3: the state may say that the
 validation of its step is yet to be made; before, it never was. 4: a tensor may lie in parts in several files, and the
-optimizer's state goes by the names of parameters; before, each tensor was whole, and parameters had numbers. 5: there
+optimizer's state goes by the names of parameters; before, each tensor was in full, and parameters had numbers. 5: there
 may be states of callbacks; before, there were none."""
 _IN_PARTS_SINCE = 4
 NAME = "manifest.json"
@@ -33,8 +33,8 @@ _HASH_KEY = ',\n "sha256": "'
 _CHUNK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
 _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-f]+\.half|half))?")
-_GO_ON = "leave it or delete it: a run resumes from the newest snapshot that is whole"
-_MAY_BE_WHOLE = "see that you may read it and that its disk answers; it may be whole, so do not delete it"
+_GO_ON = "leave it or delete it: a run resumes from the newest snapshot that is complete"
+_MAY_BE_WHOLE = "see that you may read it and that its disk answers; it may be complete, so do not delete it"
 
 
 def fix_of(cause: BaseException | None = None) -> str:
@@ -43,12 +43,12 @@ def fix_of(cause: BaseException | None = None) -> str:
 
 
 class NewerFormat(SnapshotError):
-    """The snapshot may well be whole, but it takes a newer manyhosts to know."""
+    """The snapshot may well be complete, but it takes a newer manyhosts to know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Where in a run a snapshot stands. Plain values only."""
+    """Where in a run a snapshot is. Plain values only."""
 
     step: int
     """Optimizer steps done."""
@@ -59,7 +59,7 @@ class Facts:
     model: Mapping[str, tuple[str, tuple[int, ...]]]
     """The fingerprint of the model: name → (dtype, shape) of every parameter and buffer."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run was asked, to be held against what it is asked when it continues; empty in format 1."""
+    """What the run was asked, to be compared with what it is asked when it continues; empty in format 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +206,7 @@ class InFolder:
     def pieces(self, name: str) -> Iterator[bytes]:
         """Its content, piece by piece."""
         with (self.folder / name).open("rb") as file:
-            size = _FIRST_BYTES  # of which a header takes no more, mostly, and nobody may want what follows
+            size = _FIRST_BYTES  # of which a header takes no more, mostly, and no one may want what follows
             while chunk := file.read(size):
                 yield chunk
                 size = _CHUNK_BYTES
@@ -283,7 +283,7 @@ class Found:
     step: int
     """-1 for `best`, whose step only the manifest knows."""
     how: Literal["", "new", "old", "half"]
-    """Empty: in its place. `new`, `old`: whole, but a replacement was cut short. `half`: never finished."""
+    """Empty: in its place. `new`, `old`: complete, but a replacement was cut short. `half`: never finished."""
 
     @property
     def name(self) -> str:

@@ -21,8 +21,8 @@ Every line has `event`, `step`, `epoch` (from 0) and `time` (seconds since the U
 
 A number that is none is one of the strings "NaN", "Infinity" and "-Infinity", and `read` gives it back as a number.
 
-No step stands here twice, and none is missing, however often the run was killed: when it continues from a snapshot of
-step s, what is told of later steps is taken away (`resume_at`), for it will be told again.
+No step is here twice, and none is missing, however often the run was killed: when it continues from a snapshot of
+step s, what was reported of later steps is taken away (`resume_at`), for it will be reported again.
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What a worker that is gone has told. Called with an event: whether that one."""
+    """What a worker that is gone has reported. Called with an event: whether that one."""
 
     step: int
     """The last one."""
     lines: frozenset[tuple[Any, Any]]
     """The `event` and `step` of each line since then."""
     end: bool
-    """Whether it has told that the run ended, and nobody has continued since."""
+    """Whether it has reported that the run ended, and no one has continued since."""
 
     def __call__(self, event: Event) -> bool:
         """Whether it is among them, or before them."""
@@ -153,10 +153,10 @@ class MetricsFile:
         """Add one event. Its line is with the operating system within a second."""
 
     def resume_at(self, step: int, *, time: float) -> Resumed:
-        """Make the lines those of a run that stands after `step` and starts to continue at `time`.
+        """Make the lines those of a run that is at `step` and starts to continue at `time`.
 
         Steps, epochs, validations and snapshots after `step` are taken away; what broke the run off, notes and tests
-        stay. Told whole or not at all.
+        stay. Written completely or not at all.
         """
         tail = self._lines.tail(lambda line: line.get("event") == "step" and line["step"] <= step)
         left = [line for _, line in tail if line.get("event") not in _TOLD_AGAIN or line["step"] <= step]
@@ -173,7 +173,7 @@ class MetricsFile:
         )
 
     def tell_again(self, event: Event) -> None:
-        """Add one event; where the lines of its step have it already, this one stands in its place."""
+        """Add one event; where the lines of its step have it already, this one is in its place."""
         new, same = line_of(event), ("event", "step", "path", "weights")
         tail = self._lines.tail(lambda line: line.get("event") == "step" and line["step"] <= event.step)
         kept = [line for _, line in tail if any(line.get(key) != new.get(key) for key in same)]
@@ -182,10 +182,10 @@ class MetricsFile:
         self.add(event)
 
     def take_over(self) -> Told:
-        """Continue with the file of a worker that is gone. Returns what that worker has told.
+        """Continue with the file of a worker that is gone. Returns what that worker has reported.
 
         The file gets a new body under its old name: where the other worker still lives, cut off, it writes into the
-        old body, which nobody reads any more.
+        old body, which no one reads any more.
         """
         tail = self._lines.tail(lambda line: line.get("event") == "step")
         lines = [line for _, line in tail]
@@ -228,7 +228,7 @@ def stream(path: Path) -> Iterator[Line]:
 
 
 def lost_steps(path: Path, last: int) -> str:
-    """The steps up to `last` of which there is no whole line, in words; empty where none is lost."""
+    """The steps up to `last` of which there is no complete line, in words; empty where none is lost."""
     there = bytearray(last + 1)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:  # not parsed: a run may have millions
@@ -241,7 +241,7 @@ def lost_steps(path: Path, last: int) -> str:
 
 
 def decoded(line: Line) -> Line:
-    """A line as it is meant: words that stand for numbers are numbers."""
+    """A line as it is meant: words that mean numbers are numbers."""
     return {key: value if key in _TEXTS else from_words(value) for key, value in line.items()}
 
 

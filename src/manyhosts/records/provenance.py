@@ -49,7 +49,7 @@ class Code:
     left_out: Sequence[str]
     """Changed or new files that were too large to keep."""
     files: Mapping[str, str]
-    """sha256 of the script and of what it has imported of its own, by the path below `root`, or else the whole path."""
+    """sha256 of the script and of what it has imported of its own, by the path below `root`, or else the full path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class Provenance:
     """The variables that change what a run computes."""
     code: Code
     data: Mapping[str, DataFile]
-    """By path: below `root` of the code, or else the whole path."""
+    """By path: below `root` of the code, or else the full path."""
     data_left_out: int
     """How many more files were read than are listed."""
     identity: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Where everything of one run stands."""
+"""Where everything of one run is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from manyhosts.records.whole_file import read_json
 VARIABLE = "MANYHOSTS_RUN_DIR"
 """Names the run directory to the workers of `manyhosts run`."""
 UNASKED = "MANYHOSTS_RUN_DIR_UNASKED"
-"""Set where nobody asked for that directory, so that a script may choose another."""
+"""Set where no one asked for that directory, so that a script may choose another."""
 APART = "MANYHOSTS_DISKS_APART"
 """Set where not all hosts share that directory: there are several of that name, on disks of their own."""
 DISK = "MANYHOSTS_DISK"
@@ -133,7 +133,7 @@ class RunDirectory:
         """Make the directory, for a run of `script`. One that is there already is resumed.
 
         Raises:
-            ConfigError: it is the run of another script, something stands where its folders go, or it cannot be made.
+            ConfigError: it is the run of another script, something is where its folders go, or it cannot be made.
         """
         try:
             is_known = self.run_json.exists()

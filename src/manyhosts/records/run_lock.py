@@ -1,10 +1,10 @@
 """One run at a time in a run directory: `lock.json` names the process that runs in it, for as long as it lives.
 
-Whoever starts a run takes the lock before it writes anything else: the head of `manyhosts run`, or the leader of a
-script that nobody launched. All processes of one start know its token: its workers, restarts and next leaders pass.
+What starts a run takes the lock before it writes anything else: the head of `manyhosts run`, or the leader of a
+script that no one launched. All processes of one start know its token: its workers, restarts and next leaders pass.
 
 An owner of this machine lives as long as its process does. One of another machine, or of another container, shows that
-it lives by touching the file every second: whoever wants the directory watches the file, by its own clock alone,
+it lives by touching the file every second: a process that wants the directory watches the file, by its own clock alone,
 because the clocks of two machines differ. `docs/decisions/0028` says why.
 """
 
@@ -145,7 +145,7 @@ def take(run_dir: Path, token: str, *, launches: bool = False, succeeds: bool = 
 
 @contextlib.contextmanager
 def shut(run_dir: Path, token: str) -> Iterator[bool]:
-    """Within, nobody takes the lock of `run_dir`: whoever wants it waits.
+    """Within, no one takes the lock of `run_dir`: others wait.
 
     For the end of a run whose owner is gone: its workers may still write there. Several processes may do so at a time.
     Gives False where another run than that of `token` has the directory, or is taking it, or where the disk has no
@@ -259,7 +259,7 @@ def _see_silent(path: Path, owner: Owner) -> None:
         time.sleep(BEAT_S / 4)
         now = _touched(path)
         if now is None or read(path) != owner:
-            return  # it has ended, or another one was quicker: whoever asks looks again
+            return  # it has ended, or another one was quicker: the caller looks again
         if now != before:
             raise owner.refusal(path.parent)
 
@@ -275,7 +275,7 @@ def _touched(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _guarded(path: Path, *, create: bool = True) -> Iterator[bool]:
-    """Within, nobody else reads or writes the file who guards it, too. Gives False on a disk without locks.
+    """Within, no one else reads or writes the file who guards it, too. Gives False on a disk without locks.
 
     Raises:
         OSError: there is no such file, or none can be made.

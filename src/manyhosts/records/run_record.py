@@ -38,7 +38,7 @@ class RunRecord:
     workers: int
     strategy: str
     backend: str | None
-    """None where there is one worker, which talks to nobody."""
+    """None where there is one worker, which talks to no one."""
     started: float
     """Seconds since the Unix epoch."""
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class RunRecord:
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:
-        """Write the record to `path`, whole or not at all."""
+        """Write the record to `path`, completely or not at all."""
         write_json_whole(path, dataclasses.asdict(self))
 
     @classmethod
@@ -97,7 +97,7 @@ def versions_for(script: Path) -> dict[str, str | None]:
 
 
 def git_commit(script: Path) -> str | None:
-    """The commit that `script`'s repository stands at, with `+changes` where files differ; None where there is none."""
+    """The commit that `script`'s repository is at, with `+changes` where files differ; None where there is none."""
     folder = script.resolve().parent
     quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:

@@ -24,7 +24,7 @@ PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "oth
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What `summary.json` holds. None or an empty mapping stands for what the run did not do."""
+    """What `summary.json` holds. None or an empty mapping means what the run did not do."""
 
     status: str
     """`completed`, `stopped early`, `failed` or `interrupted`."""
@@ -48,7 +48,7 @@ class Summary:
     epoch_seconds: Sequence[float]
     """Of each finished epoch: the time of its steps."""
     step_seconds: Mapping[str, float]
-    """`median` and `p95` of whole steps; `compute`, `communication_exposed`, `data_wait`, `snapshot_stall` and `other`
+    """`median` and `p95` of entire steps; `compute`, `communication_exposed`, `data_wait`, `snapshot_stall` and `other`
     are means, which add up to the mean step."""
     bytes_sent_per_step: float | None
     """Mean over the steps, of the leader."""
@@ -79,7 +79,7 @@ class Summary:
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:
-        """Write the summary to `path`, whole or not at all. Numbers that are none become words, as in the metrics."""
+        """Write the summary to `path`, completely or not at all. NaN and infinity become words, as in the metrics."""
         write_json_whole(path, to_words(dataclasses.asdict(self)))
 
     @classmethod
@@ -198,7 +198,7 @@ class Story:
 
     def _step(self, line: Line) -> None:
         self.last_step = line["step"]
-        if self.end:  # by the worker that was left, which had come farther than the leader that told the end
+        if self.end:  # by the worker that was left, which had come farther than the leader that reported the end
             self.end = {**self.end, "step": line["step"], "weights_sha256": ""}
         self.totals.append(line["seconds"])
         self.samples.append(line["samples"])

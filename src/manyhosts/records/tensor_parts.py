@@ -1,4 +1,4 @@
-"""Which box of which tensor each file of a snapshot holds, and whether together they are the whole tensor.
+"""Which box of which tensor each file of a snapshot holds, and whether together they are the full tensor.
 
 A tensor may be written by several workers, each the part that it holds:
 
@@ -59,7 +59,7 @@ class Box:
         return Box(begins, sides) if all(side > 0 for side in sides) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where it stands in a tensor that holds just `outer`."""
+        """Where it is in a tensor that holds just `outer`."""
         return tuple(
             slice(begin - first, begin - first + side)
             for begin, first, side in zip(self.offset, outer.offset, self.shape, strict=True)
@@ -69,9 +69,9 @@ class Box:
 def flaw(shape: Shape, boxes: Iterable[Box]) -> str:
     """What keeps `boxes` from holding each element of a tensor of this shape exactly once; empty where nothing does.
 
-    A box is told by its corners, each with a sign that changes from one to the next: summed up along every dimension
+    A box is described by its corners, each with a sign that changes from one to the next: summed along every dimension
     they give 1 in the box and 0 outside. So boxes hold each element once just where their corners, added up, are those
-    of the whole. That takes time in proportion to the number of boxes, and not to that of their pairs.
+    of the full tensor. That takes time in proportion to the number of boxes, and not to that of their pairs.
     """
     if not math.prod(shape):
         return ""
@@ -109,7 +109,7 @@ class TensorRecord:
     dtype: str
     """`float32`."""
     shape: Shape
-    """Of the whole tensor."""
+    """Of the full tensor."""
     parts: Mapping[str, Box]
     """Name of a file → what of the tensor is in it."""
 
@@ -158,7 +158,7 @@ def first_flaw(tensors: Mapping[str, TensorRecord]) -> str:
     """Which tensor is not in the files exactly once, and how; empty where all are."""
     for name, record in tensors.items():
         if reason := flaw(record.shape, record.parts.values()):
-            return f"{name} is not whole: {reason}"
+            return f"{name} is incomplete: {reason}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Small files that are whole or absent: written beside their place and moved there by one rename."""
+"""Small files that are complete or absent: written next to their place and moved there by one rename."""
 
 from __future__ import annotations
 

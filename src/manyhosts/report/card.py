@@ -18,7 +18,7 @@ _IMPORTANT = ("torch", "manyhosts", "numpy", "torchmetrics", "torchvision", "tra
 
 
 def card(run: Run) -> str:
-    """The whole text.
+    """The entire text.
 
     Raises:
         ConfigError: its workers have not begun to train.

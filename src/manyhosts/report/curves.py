@@ -1,4 +1,4 @@
-"""Curves as SVG that stands in the text of a page: scaled with it, and its words can be searched and printed."""
+"""Curves as SVG that is in the text of a page: scaled with it, and its words can be searched and printed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Curve:
 def figure(title: str, curves: Sequence[Curve], *, x: str, y: str = "", whole_x: bool = False) -> str:
     """A plot with its title and, of several curves, a legend; empty where no curve has a point that can be drawn.
 
-    `x`, `y`: what is on the axes; `whole_x`: the numbers below are whole.
+    `x`, `y`: what is on the axes; `whole_x`: the numbers below are complete.
     """
     shown = [(number, curve) for number, curve in enumerate(curves) if _finite(curve.points)]
     if not shown:
@@ -41,7 +41,7 @@ def figure(title: str, curves: Sequence[Curve], *, x: str, y: str = "", whole_x:
 
 
 def grid(figures: Sequence[str]) -> str:
-    """Plots beside and below each other; empty where none has anything to show."""
+    """Plots next to and below each other; empty where none has anything to show."""
     found = "".join(figures)
     return f'<div class="plots">{found}</div>' if found else ""
 

@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def section(folder: Path) -> str:
-    """The part of the page; empty where nobody has looked yet."""
+    """The part of the page; empty where no one has looked yet."""
     found = read(folder)
     if found is None:
         return ""

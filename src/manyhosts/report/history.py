@@ -1,4 +1,4 @@
-"""What has happened in a run so far, heard line by line: curves in few points, where the time went, what was told."""
+"""What has happened in a run so far, read line by line: curves in few points, where the time went, events."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from manyhosts.report.windows import Windows, of_step, of_workers
 from manyhosts.study.times import Thinned
 
 _RECENT_S = 5.0
-"""The speed that is told of now is that of the last few seconds."""
+"""The speed that is reported now is that of the last few seconds."""
 _MOST_HAPPENINGS = 2000
 _TAKEN = ("start", "step", "end", "workers", "validation", "snapshot", "restart", "slow", "test")
 
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that is told in a sentence."""
+    """Something that is reported in a sentence."""
 
     time: float
     """Seconds since the Unix epoch."""
@@ -126,7 +126,7 @@ class History:
         return samples / seconds if seconds > 0 else None
 
     def fraction(self, seconds: float | None) -> float | None:
-        """How much of the run is done, 0 to 1; `seconds`: how long it may train. None where nobody knows."""
+        """How much of the run is done, 0 to 1; `seconds`: how long it may train. None where it is not known."""
         step, total = self.last.get("step", self.start.get("step", 0)), self.start.get("total_steps")
         known = [step / total] if total else []
         if seconds:
@@ -134,7 +134,7 @@ class History:
         return min(1.0, max(known)) if known else None
 
     def seconds_left(self, seconds: float | None) -> float | None:
-        """By whichever limit comes first, at the pace since the last start; None where that cannot be told."""
+        """By whichever limit comes first, at the pace since the last start; None where that is not known."""
         left = [max(0.0, seconds - self.seconds)] if seconds else []
         total, begin = self.start.get("total_steps"), self.start.get("step", 0)
         if total and self.last and self.last["step"] > begin:

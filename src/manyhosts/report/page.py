@@ -65,7 +65,7 @@ summary { cursor: pointer; margin-top: .8rem; }
   .plots { grid-template-columns: 1fr 1fr; } h2 { break-after: avoid; } }
 """
 _WIDE, _GAP = 125, 2.6
-"""Letters beside each other from which on a table is set closer; how many a gap between two columns takes up."""
+"""Letters next to each other from which on a table is set closer; how many a gap between two columns takes up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class Section:
 
 
 def page(title: str, under: str, sections: Sequence[Section], *, script: str = "") -> str:
-    """The whole page. `title` and `under` are text; what is empty is left out.
+    """The entire page. `title` and `under` are text; what is empty is left out.
 
-    It forbids itself to fetch anything. `script` alone may run, and may ask whoever has served the page.
+    It forbids itself to fetch anything. `script` alone may run, and may ask the server of the page.
     """
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="under">{escape(under)}</p>']
     parts += [html for section in sections if (html := section.html)]

@@ -1,4 +1,4 @@
-"""One run as its directory tells of it: what was asked, what has happened, and how it stands."""
+"""One run as its directory tells of it: what was asked, what has happened, and its state."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Run:
     failure: str = ""
     """Why it failed, where the launcher alone knows."""
     summary: Summary | None = None
-    """What came out so far; None where nothing has happened, or nobody has asked."""
+    """What came out so far; None where nothing has happened, or no one has asked."""
     spent: Spent | None = None
-    """Where all the time from its start to its end went; None where nobody has asked."""
+    """Where all the time from its start to its end went; None where no one has asked."""
 
     @property
     def script(self) -> str:
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def reason(self) -> str:
-        """Why it has ended so, or where it stands."""
+        """Why it has ended so, or where it is."""
         status, last = self.status, self.history.last.get("step", 0)
         if status == "failed":
             return self.failure or str(self.history.end["reason"])

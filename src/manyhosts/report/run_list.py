@@ -68,7 +68,7 @@ def _read(path: Path) -> ListedRun:
 
 
 def _failed_early(path: Path) -> str:
-    """How a script failed that had not begun to train, by what its workers left beside their logs; else empty."""
+    """How a script failed that had not begun to train, by what its workers left next to their logs; else empty."""
     for left in sorted((path / "logs").glob("*-error-*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             what = json.loads(left.read_text())["message"]["message"]

@@ -30,7 +30,7 @@ _NOT_BEGUN = "Its workers have not begun to train, so there is nothing to show y
 
 
 def run_page(run: Run) -> str:
-    """The page, whole, of a run that may be under way, over, broken off, or not begun."""
+    """The complete page, of a run that may be under way, over, broken off, or not begun."""
     sections = [
         Section("", pairs(result(run))),
         Section("Curves", curves(run)),
@@ -104,7 +104,7 @@ def _whole(run: Run) -> str:
         at += share
     seen = [cause for cause in CAUSES if seconds[cause] > 0.0005 * whole]
     keys = [(f"{SHORT[cause]} {100 * seconds[cause] / whole:.1f} %", COLOURS[cause]) for cause in seen]
-    drawn = strips([Strip("start to end", pieces, seconds_in_words(whole))], label="The time of the whole run")
+    drawn = strips([Strip("start to end", pieces, seconds_in_words(whole))], label="The time of the entire run")
     return drawn + legend(keys) + paragraphs(["Each step, on average:"])
 
 
@@ -132,7 +132,7 @@ def _versions(record: RunRecord | None) -> str:
         return ""
     found = [(name, version or "in no repository") for name, version in record.versions.items()]
     found += [("hosts", ", ".join(record.hosts)), ("workers", str(record.workers))]
-    return pairs([*found, ("backend", record.backend or "none: one worker talks to nobody")])
+    return pairs([*found, ("backend", record.backend or "none: one worker talks to no one")])
 
 
 def _again(run: Run) -> str:

@@ -37,7 +37,7 @@ ONLY_RANK_0 = (
 
 
 def current_facts(run: Run) -> list[tuple[str, str]]:
-    """How it stands, in words: for the head of a page."""
+    """Its state, in words: for the head of a page."""
     history, last = run.history, run.history.last
     found = [("status", run.status + (f": {run.reason}" if run.reason else ""))]
     total, per_epoch = history.start.get("total_steps"), history.start.get("steps_per_epoch")
@@ -151,7 +151,7 @@ def time_line(run: Run) -> str:
 
 
 def happenings(run: Run, *, most: int = _MOST_TOLD) -> str:
-    """The last things that happened, the newest first; epochs and snapshots are told of elsewhere."""
+    """The last things that happened, the newest first; epochs and snapshots are reported elsewhere."""
     reported = [each for each in run.history.happenings if each.kind not in ("epoch", "snapshot", "copied")]
     rows = [["when", "step", "what"]]
     for each in reversed(reported[-most:]):

@@ -10,7 +10,7 @@ from manyhosts.units import bytes_in_words, seconds_in_words
 
 
 def sentence(line: Line) -> str:
-    """What happened; empty for what is told by curves, and for what is not known here."""
+    """What happened; empty for what is reported by curves, and for what is not known here."""
     words = _WORDS.get(str(line.get("event")))
     return words(line) if words else ""
 

@@ -1,6 +1,6 @@
 """Strips below each other, each with its name: bars of what time was spent on, a time line, a map of workers and steps.
 
-The strips are SVG that is stretched as wide as there is room; all words stand beside them, and keep their size.
+The strips are SVG that is stretched as wide as there is room; all words are next to them, and keep their size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Strip:
     name: str
     pieces: Sequence[Piece]
     note: str = ""
-    """Stands behind it."""
+    """The text behind it."""
 
 
 def strips(rows: Sequence[Strip], *, label: str, ends: tuple[str, ...] = (), thin: bool = False) -> str:
@@ -48,7 +48,7 @@ def strips(rows: Sequence[Strip], *, label: str, ends: tuple[str, ...] = (), thi
 
 
 def legend(names: Sequence[tuple[str, str]]) -> str:
-    """What the colours stand for: name and colour of each."""
+    """What the colours mean: name and colour of each."""
     keys = "".join(
         f'<span><svg class="key" viewBox="0 0 12 12" aria-hidden="true"><rect width="12" height="12" fill="{colour}"/>'
         f"</svg>{escape(name)}</span>"

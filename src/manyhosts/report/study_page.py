@@ -17,7 +17,7 @@ from manyhosts.study.study import POINTS, Study
 
 
 def study_page(study: Study) -> str:
-    """The page, whole. Plots are drawn again where matplotlib is installed; else a sentence says how to have them."""
+    """The complete page. Plots are drawn again where matplotlib is installed; else a sentence says how to have them."""
     sections = [Section("", f'<div class="verdict">{paragraphs(study.verdict().split(chr(10) * 2))}</div>')]
     if study.sizes:
         sections += [

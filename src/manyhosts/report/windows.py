@@ -76,7 +76,7 @@ class Windows(Blocks[Window]):
         self.take(Window(step - steps + 1, step, times))
 
     def total(self) -> dict[Who, Spent]:
-        """Of each worker, over the whole run, by rank."""
+        """Of each worker, over the entire run, by rank."""
         return dict(sorted(added(*(window.times for window in self.blocks())).items()))
 
 

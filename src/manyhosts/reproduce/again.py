@@ -82,7 +82,7 @@ class Again:
             yield place
 
     def words(self, root: Path) -> list[str]:
-        """`run` with everything that this run was told, for the code in `root`."""
+        """`run` with everything that this run was given, for the code in `root`."""
         found, words = self.found, ["run", "--run-dir", str(self.run_dir_again)]
         words += self._options or ["--workers", str(self.record.workers)]
         reported = json.loads(found.environment.get(overrides.VARIABLE, "{}"))

@@ -54,7 +54,7 @@ def _apply(diff: Path, place: Path) -> None:
 
 
 def _asked(folder: Path, words: Sequence[str], where: Path, what: str, fix: str) -> None:
-    """Have git do it in `folder`; what it says where it cannot is told of `where`."""
+    """Have git do it in `folder`; what it says where it cannot is reported of `where`."""
     try:
         git(folder, *words)
     except FileNotFoundError as cause:

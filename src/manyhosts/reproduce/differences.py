@@ -1,4 +1,4 @@
-"""What is not as it was: code, data, versions and hardware of a run, held against those of another."""
+"""What is not as it was: code, data, versions and hardware of a run, compared with those of another."""
 
 from __future__ import annotations
 

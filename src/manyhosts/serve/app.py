@@ -107,7 +107,7 @@ class _Numbers:
 
 
 class _Token:
-    """Lets nobody in who does not know the token, whatever the path."""
+    """Lets no one in who does not know the token, whatever the path."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._wanted = app, f"Bearer {token}".encode()
@@ -140,7 +140,7 @@ class Server:
         )
 
     def app(self, *, opens: bool = False) -> Starlette:
-        """The application, with whoever may ask it. `opens`: it opens the model itself when it starts."""
+        """The application, with a check of who may ask it. `opens`: it opens the model itself when it starts."""
         self._opens = opens
         if self.options.behind_sagemaker:
             routes = [Route("/ping", self._readyz), Route("/invocations", self._predict, methods=["POST"])]

@@ -59,7 +59,7 @@ class Batching:
         self._pumps = [asyncio.create_task(self._run()) for _ in range(_AT_ONCE)]
 
     async def stop(self) -> None:
-        """End; whoever waits is told that there is no answer."""
+        """End; those who wait are answered that there is none."""
         for each in self._pumps:
             each.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)

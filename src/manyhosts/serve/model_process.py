@@ -156,7 +156,7 @@ def _next(asks: BinaryIO | None, size: int) -> tuple[dict[str, Any], Arrays] | N
 
 
 def _answer(model: Model, head: dict[str, Any], arrays: Arrays) -> bytes:
-    """The reply to one message. An error that the input may be to blame for is told; the model is as it was."""
+    """The reply to one message. An error that the input may be to blame for is reported; the model is as it was."""
     try:
         if head["kind"] == "take":
             try:

@@ -23,7 +23,7 @@ _STATUSES = {
 
 
 def openapi(described: Description, *, most_samples: int, has_token: bool, preprocesses: bool) -> dict[str, Any]:
-    """The description of `POST /predict` and of the paths beside it, for this model."""
+    """The description of `POST /predict` and of the paths next to it, for this model."""
     error = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
     body = _samples("inputs", described.inputs, preprocesses)
     body["properties"]["inputs"] |= {"minItems": 1, "maxItems": most_samples}

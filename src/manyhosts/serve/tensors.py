@@ -87,7 +87,7 @@ def _array(column: list[Any], spec: TensorSpec) -> np.ndarray:
     try:
         array = np.array(column)
         if dtype.kind == "f" and array.dtype.kind == "O" and all(type(each) in (int, float) for each in array.flat):
-            array = array.astype(np.float64)  # whole numbers of more than 64 bits
+            array = array.astype(np.float64)  # integers of more than 64 bits
     except OverflowError as cause:
         raise Refused(422, f"{spec.name}: a value does not fit into {spec.dtype}") from cause
     except (ValueError, RecursionError) as cause:
@@ -158,7 +158,7 @@ def to_binary(outputs: Arrays) -> bytes:
 def to_json(outputs: Arrays) -> bytes:
     """`{"outputs": [...]}`: one entry for each sample; an object where the model has several outputs.
 
-    JSON has no word for NaN and infinity: null stands for them.
+    JSON has no word for NaN and infinity: null represents them.
     """
     rows: dict[str, list[Any]] = {}
     for name, each in outputs.items():

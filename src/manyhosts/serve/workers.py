@@ -88,7 +88,7 @@ class Workers:
 
         Raises:
             Refused: the model cannot compute it.
-            Lost: nobody can say what the answer would have been.
+            Lost: no one can say what the answer would have been.
         """
         return (await self._ask({"kind": "batch"}, arrays))[1]
 
@@ -212,6 +212,6 @@ class Workers:
 
 
 def _free_port() -> int:
-    """One where nobody listens now: the processes meet there."""
+    """One where no one listens now: the processes meet there."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])

@@ -1,1 +1,1 @@
-"""Everything a run needs to continue, on disk, whole or absent."""
+"""Everything a run needs to continue, on disk, complete or absent."""

@@ -1,6 +1,6 @@
 """How several workers write one snapshot: each its part, and the leader the name, when all parts are there.
 
-Everything goes through the folder that the workers share, on threads beside training: a collective here would get into
+Everything goes through the folder that the workers share, on threads, during training: a collective here would get into
 the order of the training's own. Names of a folder on its way:
 
     step-00000400.<token>.half    being written; the token is new for each try, so that nothing left over gets into it
@@ -43,7 +43,7 @@ def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
     Raises:
         OSError: the disk would not have it.
     """
-    unready = half / f"part-{rank:05d}.unready"  # nobody may read half a word
+    unready = half / f"part-{rank:05d}.unready"  # no one may read half a word
     if not part.failure:
         files = {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in part.files.items()}
         tensors = {name: str(record) for name, record in part.tensors.items()}
@@ -142,7 +142,7 @@ def _failure_name(rank: int) -> str:
 
 
 def put_in_place(half: Path, path: Path, disk: Disk) -> None:
-    """Give a finished folder its name. Once there was a whole one, there always is: under `path`, `.new` or `.old`.
+    """Give a finished folder its name. Once there was a complete one, there always is: under `path`, `.new` or `.old`.
 
     Not every file system can exchange two folders in one stroke, so where `path` is taken already there are three
     renames. `.new` is never older than `path`, and `.old` never newer: readers try them in the order new, path, old.
@@ -159,7 +159,7 @@ def put_in_place(half: Path, path: Path, disk: Disk) -> None:
 
 
 def _settle(path: Path, disk: Disk) -> None:
-    """Let the newest whole one have the name `path`: the end of a replacement, or of one that was cut short."""
+    """Let the newest complete one have the name `path`: the end of a replacement, or of one that was cut short."""
     new, old = _new(path), path.with_name(f"{path.name}.old")
     if new.exists():
         if path.exists():
@@ -175,7 +175,7 @@ def _new(path: Path) -> Path:
 
 
 def discard(folder: Path, disk: Disk) -> None:
-    """Remove a whole snapshot. Its first step is the name of a half one, so nobody takes what is left for whole."""
+    """Remove a complete snapshot. Its first step is the name of a half one, so its rest is not taken for complete."""
     if not folder.exists():
         return
     half = folder.with_name(f"{folder.name.partition('.')[0]}.half")

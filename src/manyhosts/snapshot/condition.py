@@ -26,7 +26,7 @@ class Condition:
     """Its folder or address."""
     kind: Literal["whole", "damaged", "half", "newer"]
     reason: str
-    """What is wrong with it; nothing for a whole one."""
+    """What is wrong with it; nothing for a complete one."""
     manifest: Manifest | None
     """None where it cannot be read."""
     bytes: int
@@ -71,10 +71,10 @@ def look(location: SnapshotLocation, *, content: bool = True) -> list[Condition]
 
 
 def look_at_one(location: SnapshotLocation, name: str) -> Condition:
-    """One snapshot on `location` by its name (`best`, `step-00000400`) or step; the newest that is whole for no name.
+    """One snapshot on `location` by its name (`best`, `step-00000400`) or step; the newest complete one for no name.
 
     Raises:
-        SnapshotError: there is none of that name; or, for no name, none that is whole.
+        SnapshotError: there is none of that name; or, for no name, none that is complete.
     """
     found = look(location, content=False)
     named = [one for one in found if name in (one.name, one.found.name, str(one.found.step))] if name else found
@@ -82,7 +82,7 @@ def look_at_one(location: SnapshotLocation, name: str) -> Condition:
     if chosen is None:
         names = ", ".join(one.name for one in found) or "none"
         raise SnapshotError(
-            f"there is no snapshot {name!r}" if name else "there is no snapshot that is whole",
+            f"there is no snapshot {name!r}" if name else "there is no snapshot that is complete",
             where=location.where,
             fix=f"choose one that is there: {names}",
         )
@@ -114,9 +114,9 @@ def _condition(location: SnapshotLocation, found: Found, *, content: bool) -> Co
 
 
 def superfluous(conditions: Sequence[Condition], *, keep: int) -> list[Condition]:
-    """What may go so that the newest `keep` whole ones stay: older ones, half ones, and damaged ones.
+    """What may go so that the newest `keep` complete ones stay: older ones, half ones, and damaged ones.
 
-    Where none is whole, no damaged one goes: somebody may want to save what can be saved. `best`, and what takes a
+    Where none is complete, no damaged one goes: somebody may want to save what can be saved. `best`, and what takes a
     newer manyhosts to judge, always stay, and so does a half one that may be under way.
     """
     steps: list[int] = []
@@ -150,7 +150,7 @@ def describe(condition: Condition) -> str:
     """
     manifest = condition.manifest
     if manifest is None or condition.reason:
-        raise SnapshotError(condition.reason, where=condition.where, fix="choose one that is whole")
+        raise SnapshotError(condition.reason, where=condition.where, fix="choose one that is complete")
     facts = manifest.facts
     lines = [
         ("path", condition.where),

@@ -1,4 +1,4 @@
-"""The copy of the state that a snapshot is written from, made beside the next forward and backward pass.
+"""The copy of the state that a snapshot is written from, made during the next forward and backward pass.
 
 Parameters that the optimizer updates, and its state, do not change between two optimizer steps. So `begin` copies at
 once only what may change (buffers, counters, frozen parameters, which a step may average), and `finish`, on another

@@ -52,7 +52,7 @@ class Disk:
             shutil.rmtree(path)
 
     def write_file(self, path: Path, pieces: Iterable[memoryview | bytes]) -> None:
-        """A whole file, on the disk when this returns."""
+        """A complete file, on the disk when this returns."""
         with self.create(path) as file:
             for piece in pieces:
                 self.write(file, memoryview(piece))

@@ -50,7 +50,7 @@ def _words(dtype: str, shape: tuple[int, ...]) -> str:
 def weights_sha256(model: nn.Module, holding: Holding = WHOLE) -> str:
     """The sha256 of all parameters and persistent buffers in name order: equal hash, equal bits. Pass the bare one.
 
-    `holding`: what this worker holds of them. Where that is not all, every worker calls this, and one whole tensor
+    `holding`: what this worker holds of them. Where that is not all, every worker calls this, and one full tensor
     after another is on each of them.
     """
     return tensors_sha256(_tensors(model), holding)
@@ -110,7 +110,7 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
 
 
 def _products_summed(words: Tensor, factors: Tensor) -> Tensor:
-    # PyTorch has no product of whole numbers on a GPU that adds them up at once.
+    # PyTorch has no product of integers on a GPU that adds them up at once.
     return torch.dot(words, factors) if words.device.type == "cpu" else (words * factors).sum()
 
 

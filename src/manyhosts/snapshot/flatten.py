@@ -1,6 +1,6 @@
 """A nested state taken apart: plain values that go into JSON, and tensors that each have a name.
 
-What JSON cannot say itself stands in an object with one key that begins with `$`:
+What JSON cannot say itself is in an object with one key that begins with `$`:
 
     {"$tensor": name}  {"$array": name}  {"$tuple": […]}  {"$float": "inf" | "-inf" | "nan"}  {"$bytes": base64}
     {"$dict": [[key, value], …]}         a dict with keys that are no text, or with one that begins with `$`
@@ -36,7 +36,7 @@ class FlatState:
     nodes: Any
     """The plain values, as JSON can hold them."""
     tensors: dict[str, Tensor]
-    """By name, in the order of the state. A tensor that stands in several places is here once."""
+    """By name, in the order of the state. A tensor that is in several places is here once."""
     parts: dict[str, TensorPart]
     """Likewise, those tensors of which other workers hold the rest."""
 

@@ -1,4 +1,4 @@
-"""Reading snapshots: every byte is checked before any of it is used, and what is not whole is passed over by name."""
+"""Reading snapshots: every byte is checked before any of it is used, and what is incomplete is passed over by name."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def same_model(wanted: Fingerprint) -> Fits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A snapshot that was checked, whole. What it holds is on the disk, and read when it is asked for."""
+    """A complete snapshot that was checked. What it holds is on the disk, and read when it is asked for."""
 
     path: Path
     manifest: Manifest
     records: Mapping[str, TensorRecord]
     """Every tensor of the state, by its name there, and where it is."""
     state: Mapping[str, Any]
-    """What was given to `save`, value by value, with whole tensors on the CPU."""
+    """What was given to `save`, value by value, with full tensors on the CPU."""
     owns: Owns
     """What each of the workers that saved it gave as its own, by rank."""
     skipped: list[SnapshotSkipped] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Loaded:
 
     @property
     def facts(self) -> Facts:
-        """Where in the run it stands."""
+        """Its place in the run."""
         return self.manifest.facts
 
     @property
@@ -69,7 +69,7 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
     """Check and read the snapshot in the folder `path`.
 
     So many `checkers`, of which this is number `rank`, share out whose bytes each compares with their hashes: what one
-    worker alone remembers goes to whoever has the rank of that worker, where there is one; files of tensors to whoever
+    worker alone remembers goes to the worker of that rank, where there is one; files of tensors to those who
     has least so far. Sizes, headers and plain values every one of them looks at.
 
     Raises:
@@ -102,7 +102,7 @@ def _shares(manifest: Manifest, checkers: int) -> dict[str, int]:
 
 
 def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
-    """The newest snapshot in `folder` that is whole, by every byte or only by sizes where not `content`; or None."""
+    """The newest snapshot in `folder` that is complete, by every byte or only by sizes where not `content`; or None."""
     for found in found_in(folder):
         if found.how != "half" and found.step >= 0 and (found.path / NAME).exists():
             with suppress(SnapshotError, OSError):
@@ -125,7 +125,7 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
     # The leader says which one all look at next: several hosts may see a shared folder at different moments.
     left = iter(found_in(folder) if world.is_leader else [])
     while (found := _agreed(folder, next((found for found in left if found.step >= 0), None), world)) is not None:
-        loaded, reason = None, "half-written: the run ended before it was whole"
+        loaded, reason = None, "half-written: the run ended before it was complete"
         if found.how != "half":
             tried += 1
             loaded, reason = _attempt(found, fits, world, apart=apart)

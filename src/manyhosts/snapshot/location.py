@@ -21,7 +21,7 @@ class SnapshotLocation(Protocol):
     """The folder or address, for a person."""
 
     def found(self) -> list[Found]:
-        """Every snapshot, whole or not, newest step first and `best` last.
+        """Every snapshot, complete or not, newest step first and `best` last.
 
         Raises:
             SnapshotError: there is no such place.
@@ -38,10 +38,10 @@ class SnapshotLocation(Protocol):
         """
 
     def changed(self, found: Found) -> float | None:
-        """When it was written to last, in seconds since the Unix epoch; None where nobody knows."""
+        """When it was written to last, in seconds since the Unix epoch; None where it is not known."""
 
     def remove(self, found: Found) -> None:
-        """Remove it, so that whatever comes between, nobody takes what is left for whole.
+        """Remove it, so that whatever comes between, no one takes what is left for a complete one.
 
         Raises:
             OSError: it could not be removed.
@@ -56,7 +56,7 @@ class Folder:
         self._path = path
 
     def found(self) -> list[Found]:
-        """Every snapshot, whole or not.
+        """Every snapshot, complete or not.
 
         Raises:
             SnapshotError: there is no such folder.

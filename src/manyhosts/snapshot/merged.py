@@ -48,7 +48,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _one(rows: Sequence[tuple[int, Any]], reported: Sequence[_Told]) -> Any:
-    """One node of what stands in the same place on several workers, by rank."""
+    """One node of what is in the same place on several workers, by rank."""
     nodes = [node for _, node in rows]
     if all(isinstance(node, dict) for node in nodes):
         if all("$tensor" in node for node in nodes):

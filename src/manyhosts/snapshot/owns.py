@@ -46,7 +46,7 @@ class Owns(Sequence[Mapping[str, Any]]):
         """What the worker of this rank gave.
 
         Raises:
-            SnapshotError: it cannot be read; of its tensors this is told when they are asked for.
+            SnapshotError: it cannot be read; of its tensors this is reported when they are asked for.
         """
         if isinstance(rank, slice):
             return [self[each] for each in range(self.workers)[rank]]

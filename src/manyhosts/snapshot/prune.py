@@ -9,7 +9,7 @@ from manyhosts.records.manifest import NAME, Found, found_in
 
 
 def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> list[Path]:
-    """What may go once the snapshot of step `newest` is whole: all but the last `keep` up to it, and the `bad` ones.
+    """What may go once the snapshot of step `newest` is complete: all but the last `keep` up to it, and the `bad` ones.
 
     What lies beyond `newest` is left alone: the run fell back behind it, because it was damaged or of another model,
     and it will be written again or looked at by somebody.
@@ -27,7 +27,7 @@ def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> l
 
 
 def older(listed: Sequence[Found], *, keep: int, newest: Found, step: int) -> list[Found]:
-    """What may go from an object store once `newest`, of `step`, is whole there: the oldest first.
+    """What may go from an object store once `newest`, of `step`, is complete there: the oldest first.
 
     For a `best` that is every other best. Else all but the last `keep` steps up to it, what else there is of that step,
     and what was broken off before it. What lies beyond is left alone, as on a disk.

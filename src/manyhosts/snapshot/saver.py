@@ -1,4 +1,4 @@
-"""`mh.Saver`: snapshots of what a loop that is not ours trains, whole or absent, checked by hash when they are read."""
+"""`mh.Saver`: snapshots of what a loop of your own trains, complete or absent, checked by hash when they are read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Saver:
             saver.after_step()
     ```
 
-    Rank 0 writes, beside the training; every worker reads. Beside the objects a snapshot has the number of the step and
+    Rank 0 writes during training; every worker reads. Besides the objects a snapshot has the number of the step and
     the random generators (torch on the CPU, NumPy, Python) of each worker, which a resume on as many workers restores.
 
     Args:
@@ -90,7 +90,7 @@ class Saver:
         self._saved_at, self._saved_epoch, self._saved_time = 0, 0, time.monotonic()
 
     def resume(self) -> int:
-        """Restore the newest snapshot that is whole, where there is one. All workers call this. Returns the step.
+        """Restore the newest snapshot that is complete, where there is one. All workers call this. Returns the step.
 
         Raises:
             SnapshotError: there are snapshots, and none can be used; or this one is of another model.

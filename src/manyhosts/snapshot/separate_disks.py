@@ -1,7 +1,7 @@
-"""Snapshots where hosts have several disks: two of them keep each one whole, so that any one host may be lost.
+"""Snapshots where hosts have several disks: two of them keep each one complete, so that any one host may be lost.
 
-Each copy is whole by itself, with its own manifest, and each host gives its own the name when it is written: nobody
-waits for anybody. Where a run begins, the newest that is whole on some host is brought to all others.
+Each copy is complete by itself, with its own manifest, and each host gives its own the name when it is written: no one
+waits for anybody. Where a run begins, the newest that is complete on some host is brought to all others.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _disks(world: World) -> list[int]:
 
 
 def bring_newest(folder: Path, world: World, disk: Disk) -> None:
-    """Bring the newest snapshot that is whole on some host to all hosts that lack it. Every worker calls this."""
+    """Bring the newest snapshot that is complete on some host to all hosts that lack it. Every worker calls this."""
     is_first = first_of_disk(world)
     own = newest_whole(folder) if is_first else None
     path = None if own is None else own.path
@@ -114,7 +114,7 @@ def bring_best(path: Path, world: World, disk: Disk, step: int) -> None:
 
 
 def _bring(reading: Path | None, writing: Path | None, world: World, disk: Disk, *, source: int) -> None:
-    """Copy the folder `reading` of worker `source` to all that have a place for it, each whole or not at all."""
+    """Copy the folder `reading` of worker `source` to all that have a place for it, each completely or not at all."""
     half = None if writing is None else writing.with_name(f"{writing.name}.0.half")
     if half is not None:
         with suppress(OSError):
@@ -126,7 +126,7 @@ def _bring(reading: Path | None, writing: Path | None, world: World, disk: Disk,
         disk.sync_folder(half)
         disk.remove_folder(writing)
         disk.rename(half, writing)
-    world.any(False)  # nobody reads before all is there
+    world.any(False)  # no one reads before all is there
 
 
 def bring_files(reading: Path | None, writing: Path | None, names: Sequence[str], world: World, *, source: int) -> None:
@@ -138,7 +138,7 @@ def bring_files(reading: Path | None, writing: Path | None, names: Sequence[str]
 
 
 def _bring_file(reading: Path | None, writing: Path | None, size: int, world: World, source: int) -> None:
-    """The file gets its name when it is whole: what stands there may be open, also as the one that is being read."""
+    """The file gets its name when it is complete: what is there may be open, also as the one that is being read."""
     half = None if writing is None else writing.with_name(f".{writing.name}.half")
     with ExitStack() as stack:
         origin = stack.enter_context(reading.open("rb")) if reading is not None else None

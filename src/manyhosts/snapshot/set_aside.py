@@ -1,4 +1,4 @@
-"""Snapshots that must not be continued from, kept under another name for whoever wants to look at them."""
+"""Snapshots that must not be continued from, kept under another name to be looked at."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def newest_step(folder: Path) -> int:
 
 
 def is_newest(path: Path, *, up_to: int) -> bool:
-    """Whether no snapshot beside `path` is from between it and step `up_to`."""
+    """Whether no snapshot but `path` is from between it and step `up_to`."""
     steps = [found.step for found in found_in(path.parent) if not found.how and found.step <= up_to]
     return bool(steps) and path.name == f"step-{max(steps):08d}"
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Rename every snapshot in `folder` from behind step `after`, whole or not. Several may do so at once."""
+    """Rename every snapshot in `folder` from behind step `after`, complete or not. Several may do so at once."""
     for found in found_in(folder):
         if found.step > after:
             with suppress(FileNotFoundError):  # another host on the same disk was quicker

@@ -16,10 +16,10 @@ _CUT_ABOVE_BYTES = 1 << 20
 def share_out(
     tensors: Mapping[str, Tensor], workers: int, *, cut_above: int = _CUT_ABOVE_BYTES
 ) -> list[dict[str, TensorPart]]:
-    """The parts of each worker, about equal in bytes: the largest first, each to whoever has least so far.
+    """The parts of each worker, about equal in bytes: the largest first, each to the worker that has least so far.
 
-    A tensor is whole in one share, unless it is larger than an equal share, and than `cut_above` bytes: it is cut along
-    its first dimension then. Looks at sizes and order only, so every worker that has the same state comes to the same
+    A tensor is in one share, unless it is larger than an equal share, and than `cut_above` bytes: then it is cut along
+    its first dimension. Looks at sizes and order only, so every worker that has the same state comes to the same
     answer. The parts are views of the tensors.
     """
     shares: list[dict[str, TensorPart]] = [{} for _ in range(workers)]

@@ -1,4 +1,4 @@
-"""Tensors of a snapshot by name, whole or a block of one, out of whichever files hold parts of it.
+"""Tensors of a snapshot by name, in full or a block of one, out of whichever files hold parts of it.
 
 A block is read part by part: no more memory is taken than it needs, however large the tensor is, and no file is opened
 that holds nothing of it. So what was saved by some workers, each its parts, is read by others that hold other parts.
@@ -27,7 +27,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Of the full tensor."""
         return self.reader.records[self.name].shape
 
     def whole(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A folder of snapshots, each either whole or absent, written beside training by all workers together.
+"""A folder of snapshots, each either complete or absent, written during training by all workers together.
 
 store.save(state, facts)          returns when what may change is copied; copying the rest, hashing and writing continue
 ... forward and backward pass
@@ -73,15 +73,15 @@ class Store:
         self.apart = self._world.is_shared and (reported if apart is None else apart)
         """Whether hosts have disks of their own."""
         self.is_writer = not self.apart
-        """Whether the last snapshot is on this worker's disk, as far as it was told."""
+        """Whether the last snapshot is on this worker's disk, as far as it knows."""
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
-        self._all_at_once = False  # whether something changed that nobody but the update should change
+        self._all_at_once = False  # whether something changed that no one but the update should change
         self._side: SideGroup | None = None
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._stall_s = 0.0  # of the snapshot under way
-        self._gave_up = ""  # why nobody waits for the parts of the others any more
+        self._gave_up = ""  # why no one waits for the parts of the others any more
         self._failed = False  # whether the last part of this worker failed
         self._news: deque[SnapshotSaved | SnapshotSkipped] = deque()
         self._crash: BaseException | None = None
@@ -100,9 +100,9 @@ class Store:
 
         `state` is equal on all workers, but for tensors of which each gives what it holds, as a `TensorPart`; and with
         `by_stage` some may have values and tensors that others have not (`snapshot.merged`). Each
-        writes its parts, and a share of the whole tensors; where hosts share no disk, one worker of two hosts all.
+        writes its parts, and a share of the full tensors; where hosts share no disk, one worker of two hosts all.
         `own` is this worker's alone; those of all workers are kept. What shares memory with one of the tensors
-        `unchanged_until_update` (parameters, optimizer state) is copied beside what comes next, and `before_update`
+        `unchanged_until_update` (parameters, optimizer state) is copied during what comes next, and `before_update`
         must be called before it changes; everything else is copied before this returns. One of them that has changed
         all the same costs this snapshot, and from then on all is copied at once. Where a snapshot is still being
         written, this waits for it.
@@ -179,7 +179,7 @@ class Store:
     def save_alone(self, path: Path, state: Mapping[str, Any], facts: Facts) -> bool:
         """Write `state`, all of it, as the snapshot in `path`, without any other worker, before this returns.
 
-        For a worker that is about to end. Whether it is whole; `finished` tells more.
+        For a worker that is about to end. Whether it is complete; `finished` tells more.
 
         Raises:
             SnapshotError: a value in `state` is of a kind that cannot be kept.
@@ -264,7 +264,7 @@ class Store:
     def drop_oldest(self) -> Path | None:
         """Remove the oldest snapshot of this worker's disk, where it leads or keeps everything. Returns which.
 
-        The newest whole one stays, and what somebody still needs. Every worker calls this.
+        The newest complete one stays, and what somebody still needs. Every worker calls this.
         """
         self.wait()
         keeps_all = self.apart and self._world.rank in keepers(self._world)
@@ -279,7 +279,7 @@ class Store:
         return None
 
     def latest(self, fits: Fits = everything_fits) -> Loaded | None:
-        """The newest snapshot that is whole and fits, the same on every worker; None where there never was one.
+        """The newest snapshot that is complete and fits, the same on every worker; None where there never was one.
 
         `fits` looks at a manifest and says why not, or nothing. Every worker calls this. Those that were passed over
         are named in `skipped`.
@@ -303,7 +303,7 @@ class Store:
         """See that all hosts have at `path` the best model, of `step`, where there is one. All call this."""
         self.wait()
         if self.apart:
-            self._world.barrier()  # the leader's is whole
+            self._world.barrier()  # the leader's is complete
             bring_best(path, self._world, self._disk, step)
 
     def leads_disk(self) -> bool:
@@ -361,7 +361,7 @@ class Store:
         )
         self._passed_over.discard(task.path)
         if task.path.parent == self.folder:
-            with suppress(OSError):  # the snapshot is whole all the same; the next one tries again
+            with suppress(OSError):  # the snapshot is complete all the same; the next one tries again
                 for path in surplus(self.folder, keep=self.keep, newest=task.facts.step, bad=self._passed_over):
                     if not self._holds(path):
                         discard(path, self._disk)

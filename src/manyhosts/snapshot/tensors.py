@@ -103,9 +103,9 @@ def _pieces(parts: Mapping[str, TensorPart]) -> Iterator[memoryview | bytes]:
 
 
 def _places(parts: Mapping[str, TensorPart]) -> dict[str, str]:
-    """Where each tensor of a file begins in the whole one, as PyTorch's reader of such files wants it: of all or none.
+    """Where each tensor of a file begins in the full one, as PyTorch's reader of such files wants it: of all or none.
 
-    It takes the whole to be as large as its parts reach, so ours says the shape, too.
+    It takes a tensor to be as large as its parts reach, so ours says the shape, too.
     """
     if all(part.is_all for part in parts.values()):
         return {}
@@ -133,7 +133,7 @@ class TensorFile:
         self._file: Any = None
 
     def read(self, name: str, place: tuple[slice, ...] | None = None) -> Tensor:
-        """The tensor of this name, or what stands at `place` in it, in memory of its own: the file may go meanwhile.
+        """The tensor of this name, or what is at `place` in it, in memory of its own: the file may go meanwhile.
 
         Raises:
             SnapshotError: it cannot be read.

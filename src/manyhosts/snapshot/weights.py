@@ -97,7 +97,7 @@ def check_path(path: Path) -> None:
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a `state_dict` to one file, whole or not at all.
+    """Write a `state_dict` to one file, completely or not at all.
 
     Raises:
         ConfigError: it cannot be written there.

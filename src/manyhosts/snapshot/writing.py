@@ -89,14 +89,14 @@ def share_of(shared: FlatState, own: FlatState | None, *, rank: int, writers: in
     """What worker `rank` of so many writes: a share of what all hold, its parts of what is cut, and its `own`."""
     texts = {"state.json": json_text(shared.nodes)} if rank == 0 else {}
     if own is not None:
-        assert not own.parts, f"worker {rank} keeps parts of {min(own.parts)} for itself, and nobody has the others"
+        assert not own.parts, f"worker {rank} keeps parts of {min(own.parts)} for itself, and no one has the others"
         texts[f"own-{rank:05d}.json"] = json_text(own.nodes)
     held = {name: part for name, part in shared.parts.items() if part.local.numel()}
     alike = {name: tensor for name, tensor in shared.tensors.items() if not name.startswith(_OF_THE_FIRST)}
     if rank == 0:
         held |= {name: TensorPart.all_of(shared.tensors[name]) for name in shared.tensors.keys() - alike.keys()}
         empty = {name: part.local.new_empty(part.shape) for name, part in shared.parts.items() if 0 in part.shape}
-        held |= {name: TensorPart.all_of(tensor) for name, tensor in empty.items()}  # nobody holds a part of it
+        held |= {name: TensorPart.all_of(tensor) for name, tensor in empty.items()}  # no one holds a part of it
     return Share(
         file=f"tensors-{rank:05d}-of-{writers:05d}.safetensors",
         parts=share_out(alike, writers)[rank] | held,

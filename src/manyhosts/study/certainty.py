@@ -21,7 +21,7 @@ class Certainty:
 
     limit: float
     probability: float | None
-    """None where a size has one run alone, so that nobody knows how much runs differ."""
+    """None where a size has one run alone, so that it is not known how much runs differ."""
     range: tuple[float, float] | None
     """The lowest and the highest ratio of a run of the largest size to one of the smallest."""
     repeat: int | None
@@ -31,7 +31,7 @@ class Certainty:
         """A sentence."""
         limit = f"{self.limit:.3g} times, from where {workers} workers are worth it"
         if self.probability is None or self.range is None:
-            unknown = "How sure that is cannot be told from one run of each size"
+            unknown = "How sure that is cannot be said from one run of each size"
             return f"{unknown} (the limit is {limit}): --repeat 3 tells."
         low, high = (f"{each:.2f}" for each in self.range)
         if self.probability >= _SURE or self.probability <= 1 - _SURE:

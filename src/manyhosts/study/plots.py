@@ -44,7 +44,7 @@ _INCHES_PER_BAR = 0.36
 _INCHES_PER_ROW = 0.19
 """Of a legend."""
 _LETTERS, _KEY_LETTERS = 72, 7
-"""That stand beside each other below a plot; those that the mark in front of a name takes the place of."""
+"""Marks next to each other below a plot; those that the mark in front of a name takes the place of."""
 _FEW, _SHORT = 3, 16
 """Names, and letters of one, that leave room for curves."""
 _MOST_CURVES = 8

@@ -12,7 +12,7 @@ from manyhosts.config.overrides import lacks
 WEAK = "batch_size_per_worker"
 """The setting of weak scaling, in which the batch grows with the workers."""
 MOST_POINTS = 1000
-"""Nobody waits for more; whoever asks for them has made a slip."""
+"""More is a slip of the one who typed it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Point:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What differs between this run and others of the study, beside its size."""
+        """What differs between this run and others of the study, besides its size."""
         return {**dict(self.varied), **({} if self.seed is None else {"seed": str(self.seed)})}
 
     @property

@@ -59,7 +59,7 @@ def check(job: str, budget: str | None) -> None:
     """
     found = Duration.parse(job, where="--proposal")
     if found.seconds is not None or (found.epochs is None) == (found.steps is None):
-        fix = 'say how long the whole job trains, as in --proposal "90 epochs"'
+        fix = 'say how long the entire job trains, as in --proposal "90 epochs"'
         raise ConfigError(f"the length of the job {job!r} depends on its speed", where="--proposal", fix=fix)
     steps = Duration.parse(budget, where="--budget").steps if budget is not None else FEWEST_STEPS
     if steps is not None and steps < FEWEST_STEPS:
@@ -102,7 +102,7 @@ def text_of(study: Study, job: str) -> str:
         source = "measured" if each.measured else "extrapolated"
         costs.append([str(each.workers), str(each.nodes), hours, f"{each.worker_hours:.3g}", cost, source])
     return "\n".join(
-        [f"Scaling of {Path(study.asked.script).name}", "", *_columns(table), "", f"The whole job: {job}", "",
+        [f"Scaling of {Path(study.asked.script).name}", "", *_columns(table), "", f"The entire job: {job}", "",
          *_columns(costs), "", paragraph(study, job), ""]
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def paragraph(study: Study, job: str) -> str:
     best = min((each for each in jobs if each.measured), key=lambda each: each.hours)
     price = "" if best.price is None else f" and costs {best.price:,.2f}"
     words.append(
-        f"The whole job of {job} takes {best.hours:.3g} hours on {best.workers} workers (90 % interval "
+        f"The entire job of {job} takes {best.hours:.3g} hours on {best.workers} workers (90 % interval "
         f"{best.hours_interval[0]:.3g} to {best.hours_interval[1]:.3g}), {best.worker_hours:.3g} worker-hours{price}."
     )
     for each in jobs:

@@ -90,7 +90,7 @@ class Row:
 
 
 def samples_per_second(run: Spent) -> float | None:
-    """Over the whole time from start to end: evaluation, snapshots and the first step included."""
+    """Over the entire time from start to end: evaluation, snapshots and the first step included."""
     return run.samples / run.total if run.samples and run.total else None
 
 

@@ -1,4 +1,4 @@
-"""A whole study: what was asked, every point, the fits and the verdict; and `study.json`, which holds it all."""
+"""A complete study: what was asked, every point, the fits and the verdict; and `study.json`, which holds it all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "study.json"
 POINTS = "points"
 """The folder of the runs, below that of the study."""
 _NO_RECORD = (
-    "the run ended well, and its record is no longer whole\n  where: {folder}\n"
+    "the run ended well, and its record is no longer complete\n  where: {folder}\n"
     "  fix:   delete that folder: the same command then runs it again"
 )
 
@@ -305,7 +305,7 @@ def _run_all(asked: Asked, folder: Path, program: Sequence[str], progress: Progr
             progress.begins(point, place)
             stays_s = _stays_s(asked, point, points)
             launched = outcome.launched if place.run.metrics.exists() else time.time()
-            Outcome(status="interrupted", launched=launched).write(place)  # for whoever finds it after a power cut
+            Outcome(status="interrupted", launched=launched).write(place)  # found so after a power cut
             trial = Trial(
                 [*program, *command(asked, point, str(place.run.path), warm=stays_s > 0)],
                 place.log,
@@ -347,5 +347,5 @@ def _let_end(point: Point, place: Place, progress: Progress, signals: Signals) -
 
 
 def write(study: Study) -> None:
-    """Put `study.json` into the folder, whole or not at all."""
+    """Put `study.json` into the folder, completely or not at all."""
     write_json_whole(study.folder / NAME, study.to_json())

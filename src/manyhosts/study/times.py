@@ -64,7 +64,7 @@ class Spent:
     """Of up to 256 blocks of steps: the seconds since the start, the last step, and the mean training loss."""
     slowest: tuple[str, float] | None = None
     """The slowest worker, and the part of `straggler` that it takes more than the middle one from the first step to the
-    last; what is left comes from pauses that workers have in turn. None where nobody has told of all workers."""
+    last; what is left comes from pauses that workers have in turn. None where not all workers are known."""
 
     @property
     def total(self) -> float:
@@ -105,7 +105,7 @@ class Thinned(Blocks[tuple[float, int, float]]):
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Steps that all workers have told the times of."""
+    """Steps that all workers have reported the times of."""
 
     after: int
     upto: int
@@ -141,7 +141,7 @@ class Clock:
     windows: list[_Window] = field(default_factory=list)
     """These come behind their steps, too."""
     each: dict[str, list[float]] = field(default_factory=dict)
-    """Of each worker: the steps that it told of, and the seconds of its own work in them."""
+    """Of each worker: the steps that it reported, and the seconds of its own work in them."""
     own: array[float] = field(default_factory=lambda: array("d"))
     """Of each step its number, its seconds but for `other`, and the leader's own parts of them."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
@@ -201,7 +201,7 @@ class Clock:
         return self.passed + time - self.began
 
     def pause(self, time: float | None) -> None:
-        """The clock stands from `time` on."""
+        """The clock stops at `time`."""
         if time is not None:
             self.mark_epoch(time)
             self.passed = self.clock(time)
@@ -232,7 +232,7 @@ class Clock:
         self.steps += 1
 
     def share_out(self) -> None:
-        """The seconds of all steps by cause, but for `other`: as all workers have told them, else the leader's own."""
+        """The seconds of all steps by cause, but for `other`: as all workers reported them, else the leader's own."""
         windows = sorted(self.windows, key=lambda window: window.upto)
         columns = [self.own[place :: 2 + len(_OWN)] for place in range(2 + len(_OWN))]
         for step, whole, *parts in zip(*columns, strict=True):

@@ -19,7 +19,7 @@ _HARDLY = 0.02
 _BEST = 1.05
 _MORE_THAN_IDEAL = (
     "That is more than ideal: either something else slowed the smallest size (other programs on the machine?), or "
-    "a part of the work fits into memory or a cache that the whole does not fit into; --repeat 3 tells them apart."
+    "a part of the work fits into memory or a cache that all of it does not fit into; --repeat 3 tells them apart."
 )
 _SMALL_BYTES = 1e6
 """Of what is sent in a step: below, compression has next to nothing to save."""
@@ -64,7 +64,7 @@ class Verdict:
     pays_up_to: int | None
     """Workers; None where there are too few sizes to say."""
     fastest: int | None
-    """Workers beyond which it gets slower, as far as can be told."""
+    """Workers beyond which it gets slower, as far as can be seen."""
     price: Mapping[str, float] | None = None
     """`per_epoch_smallest`, `per_epoch_largest`, `per_hour_saved`; with `loss`, the lowest that all runs of both sizes
     have reached, `per_loss_smallest` and `per_loss_largest`."""
@@ -146,7 +146,7 @@ def _limit(large: Size, asked: Asked) -> tuple[str | None, str, float | None]:
 def to_gain(large: Size) -> dict[str, float]:
     """The share of its time that a size would be rid of without each cause.
 
-    Waiting, evaluation and snapshots could go as a whole, also what is shared out and so costs no efficiency. Of
+    Waiting, evaluation and snapshots could go entirely, also what is shared out and so costs no efficiency. Of
     computing, and of what is spent once, only that could go which was lost.
     """
     times, causes = large.times_spent, large.causes
@@ -249,7 +249,7 @@ def _how_far(law: Fit, group: Sequence[Size]) -> tuple[int, int | None, str]:
         how = "measured" if is_run else "by the law through the sizes run"
     if pays > _BEYOND * measured:
         sentence = (
-            f"A further worker pays as far as can be told from these sizes, {_BEYOND * measured} at least ({how})."
+            f"A further worker pays as far as can be seen from these sizes, {_BEYOND * measured} at least ({how})."
         )
         pays = _BEYOND * measured
     elif pays <= unit:

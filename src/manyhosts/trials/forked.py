@@ -54,7 +54,7 @@ class LocalTrialRunner:
         self._lost = False
         self._jobs = 0
         environment = {**os.environ, **variables.of_one_machine(os.environ)}
-        self._loop.every(0.5, lambda: None)  # so that whoever waits looks at the clock, too
+        self._loop.every(0.5, lambda: None)  # so that a waiting caller looks at the clock, too
         self._loop.on_signals([signal.SIGINT, signal.SIGTERM], lambda _: self._interrupt())
         self._fork_server = ForkServer(
             self._loop,
@@ -196,14 +196,14 @@ class LocalTrialRunner:
 
 
 def _of_the_script(error: Mapping[str, Any], rank: int, job: Job) -> ScriptError:
-    """What the script raised, with the line of its own that led there: nobody sees the traceback here."""
+    """What the script raised, with the line of its own that led there: no one sees the traceback here."""
     frames = re.findall(r'^ *File "(.*)", line (\d+)', str(error.get("text", "")), re.MULTILINE)
     own = [number for file, number in frames if Path(file).name == Path(job.program).name]
     line = f", line {own[-1]}" if own else ""
     return ScriptError(
         str(error["summary"]),
         where=f"{job.program}{line}, rank {rank}",
-        fix=f"see the whole traceback: {shlex.join(['manyhosts', 'run', job.program, *job.arguments])}",
+        fix=f"see the entire traceback: {shlex.join(['manyhosts', 'run', job.program, *job.arguments])}",
     )
 
 
@@ -282,7 +282,7 @@ class _Worker:
                 self._on_failure()
 
     def _forget(self, chunk: bytes) -> None:
-        """Where it stands, which nobody has asked."""
+        """Where it is, which no one has asked."""
 
 
 def _pass_on(words: str) -> None:

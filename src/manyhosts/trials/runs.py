@@ -1,6 +1,6 @@
 """Trials that are ordinary runs: each a `manyhosts run` with a run directory and a log of its own, several at once.
 
-A trial is done when its run has ended well, whoever has seen it end: that is read from the run's own record. What has
+A trial is done when its run has ended well, seen by this process or not: the record says so. What has
 not ended well is run again by the next series in the same folder, and a run that broke off resumes.
 """
 

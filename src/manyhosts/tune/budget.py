@@ -48,7 +48,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str | None, trials: int | None, *, priced: bool) -> Budget:
-        """Read `--budget`, and `--trials` beside it. `priced`: it is known what a worker costs.
+        """Read `--budget`, and `--trials` next to it. `priced`: it is known what a worker costs.
 
         Raises:
             ConfigError: it cannot be read, or there is no limit at all, or no price for one of money.
@@ -151,7 +151,7 @@ class Alarm:
         self._threads: list[threading.Thread] = []
 
     def give(self, level: int, budget: Budget, spent: Spent) -> None:
-        """Say that `level` percent are gone; what is slow goes beside the search."""
+        """Say that `level` percent are gone; what is slow runs next to the search."""
         text = f"{level} % of the budget {budget.text} is spent, or needed to end in order: {in_words(spent)}"
         self._say(f"warning: {text}")
         record = {"event": "budget", "level": level, "text": text, "spent": asdict(spent)}

@@ -1,4 +1,4 @@
-"""What a worker of a learning-rate range test does beside the script: before each step it raises the learning rate."""
+"""What a worker of a learning-rate range test does next to the script: before each step it raises the learning rate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The trials of a search as Optuna's storage has them, whoever has run them; and one that is under way.
+"""The trials of a search as Optuna's storage has them, of every process that ran some; and one that is under way.
 
-The storage is SQLite beside the runs, a database by URL, or a journal file on a shared disk. Trials that were left are
+The storage is SQLite next to the runs, a database by URL, or a journal file on a shared disk. Trials that were left are
 run again.
 """
 
@@ -30,7 +30,7 @@ _TO_RESUME = ("interrupted", "stopped")
 SAMPLERS = ("tpe", "cmaes", "random", "grid")
 PRUNERS = ("median", "hyperband", "none")
 _SILENT_S = 60.0
-"""A trial whose search has shown no sign of life for so long, by the clock here, is nobody's any more."""
+"""A trial whose search has shown no sign of life for so long, by the clock here, is no one's any more."""
 
 
 def library() -> Any:
@@ -100,7 +100,7 @@ class Heartbeats:
     """Which trials of a storage that several searches share are under way, and which were left by a search that died.
 
     Optuna has heartbeats in databases alone, and only where it runs the trials itself. Here each search writes a number
-    that rises; whoever waits compares numbers, for the clocks of two machines differ.
+    that rises; waiting processes compare numbers, for the clocks of two machines differ.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class KeptTrials:
         self.study.set_user_attr("asked", now)
 
     def attribute(self, name: str, otherwise: Any) -> Any:
-        """What is kept under `name` for the whole search."""
+        """What is kept under `name` for the entire search."""
         return self.study.user_attrs.get(name, otherwise)
 
     def all(self) -> list[Any]:
@@ -216,7 +216,7 @@ class KeptTrials:
                 self._once_more(each)
 
     def leave(self, trial: Any) -> None:
-        """Give up a trial that nobody runs any more, and have its run resumed by another one."""
+        """Give up a trial that no one runs any more, and have its run resumed by another one."""
         try:
             self.study._storage.set_trial_user_attr(trial._trial_id, "status", "interrupted")
             self.study.tell(trial.number, state=self.states.FAIL)

@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT, _TOP, _SIDE = 900, 320, 40, 70
 
 
 def search_page(folder: Path) -> str:
-    """The page of the search in `folder`, whole, from the files there alone.
+    """The page of the search in `folder`, from the files there alone.
 
     Raises:
         ConfigError: a file is missing or damaged, or another version wrote it.

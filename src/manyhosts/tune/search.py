@@ -1,7 +1,7 @@
 """What is searched: settings and flags of the script, the values that each may have, and when it has any.
 
 lr=log:1e-4:1e-1             a number, on a logarithmic scale
---width=int:32:512           a flag of the script, a whole number; int:32:512:32 in steps of 32, intlog:… logarithmic
+--width=int:32:512           a flag of the script, an integer; int:32:512:32 in steps of 32, intlog:… logarithmic
 momentum=float:0:0.99        a number
 optimizer=sgd,adamw          one of several words
 lr=auto                      what a learning-rate range test finds, on a logarithmic scale
@@ -87,7 +87,7 @@ class Parameter:
             (not (math.isfinite(low) and math.isfinite(high)) or len(more) > 1, "its range is not two numbers"),
             (low >= high, f"{low:g} is not below {high:g}"),
             ("log" in kind and low <= 0, f"{low:g} has no logarithm"),
-            (not is_whole or (more and more[0] < 1), "it needs whole numbers"),
+            (not is_whole or (more and more[0] < 1), "it needs integers"),
         ):
             if is_wrong:
                 raise ConfigError(f"cannot search {text}: {why}", where="--search", fix=_FORMS)
@@ -112,7 +112,7 @@ class Parameter:
         """Every value of it, for a search that tries all.
 
         Raises:
-            ConfigError: it is a range, and nobody said how many values of it.
+            ConfigError: it is a range, and no one said how many values of it.
         """
         if self.kind == "choice":
             return list(self.choices)
@@ -195,7 +195,7 @@ def metric(text: str) -> tuple[str, bool]:
     """`accuracy:max` as a name, and whether more of it is better.
 
     Raises:
-        ConfigError: nobody says which is better.
+        ConfigError: no one says which is better.
     """
     name, _, better = text.partition(":")
     if name and (better in ("max", "min") or (name == "loss" and not better)):

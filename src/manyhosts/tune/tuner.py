@@ -1,7 +1,7 @@
 """The search: asks Optuna what to try, runs it, stops what is bad, and ends within the budget, wherever it was killed.
 
 What is known of a trial lies in Optuna's storage: its settings and values, and as attributes its folder, its seconds
-and how it ended. One that was interrupted is told as failed, and enqueued with settings and folder: its run resumes.
+and how it ended. One that was interrupted is reported as failed, and enqueued with settings and folder: it resumes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Tuner:
         return self.asked.budget.seconds_left(spent, busy, self.asked.price_s or 0.0)
 
     def estimate(self) -> float | None:
-        """What a trial is reckoned to take that nobody stops, in seconds; None: nothing is known yet."""
+        """What a trial is reckoned to take that no one stops, in seconds; None: nothing is known yet."""
         if done := self.kept.whole_s():
             return float(done[min(len(done) - 1, int(_SAFE * len(done)))])
         running = [
@@ -351,7 +351,7 @@ class Tuner:
         self.kept.study.set_user_attr("seconds", seconds)
 
     def write(self) -> None:
-        """Put `tune.json` into the folder, and what was asked beside it."""
+        """Put `tune.json` into the folder, and what was asked next to it."""
         self._keep_time()
         write_json_whole(self.folder / NAME, self.to_json())
         names = [(each.name, each.kind, each.low, each.high, each.step, each.choices) for each in self.parameters]

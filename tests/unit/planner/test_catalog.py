@@ -50,7 +50,7 @@ def test_faster_machines_are_predicted_faster(tmp_path: Path) -> None:
     [
         ("", "lists no machines"),
         ("[a\n", "is no TOML"),
-        ("count = 3\n", "count stands outside of any table"),
+        ("count = 3\n", "count is outside of any table"),
         ("[a]\nworkers = 8\n", "a lacks count"),
         ("[a]\ncount = 0\n", "count is 0"),
         ("[a]\ncount = true\n", "count is True"),

@@ -97,6 +97,6 @@ def test_what_several_have_written_is_put_together_and_they_must_agree() -> None
 
     both = joined([half("a", 0), half("b", 2)])
     assert (list(both["weight"].parts), first_flaw(both)) == (["a", "b"], "")
-    assert first_flaw(joined([half("a", 0)])) == "weight is not whole: 2 of its 4 elements are missing"
+    assert first_flaw(joined([half("a", 0)])) == "weight is incomplete: 2 of its 4 elements are missing"
     with pytest.raises(ValueError, match=r"weight is float32\[4\] in one file and int8\[4\] in another"):
         joined([half("a", 0), half("b", 2, "int8")])

@@ -209,11 +209,11 @@ def test_tensor_that_outweighs_all_others_is_written_by_several_and_read_whole(t
         (lambda rank: {f"of-{rank}": torch.zeros(2)}, "the workers do not hold the same state: of-"),
         (
             lambda rank: {"a": TensorPart(torch.zeros(1 + rank), (rank,), (4,))},
-            "the workers do not hold all of the state: a is not whole: 1 of its 4 elements are missing",
+            "the workers do not hold all of the state: a is incomplete: 1 of its 4 elements are missing",
         ),
         (
             lambda rank: {"a": TensorPart(torch.zeros(3), (rank,), (4,))},
-            "the workers do not hold all of the state: a is not whole: parts of it overlap",
+            "the workers do not hold all of the state: a is incomplete: parts of it overlap",
         ),
     ],
     ids=["other shapes", "other names", "a gap", "an overlap"],

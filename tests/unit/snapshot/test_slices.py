@@ -205,7 +205,7 @@ def test_a_snapshot_is_checked_in_the_memory_of_a_few_pieces(tmp_path: Path) -> 
     ("change", "words"),
     [
         (lambda records: records.pop("bias"), "the files hold other parts of bias than the manifest says"),
-        (lambda records: records["weight"].parts.popitem(), "weight is not whole: 15 of its 35 elements are missing"),
+        (lambda records: records["weight"].parts.popitem(), "weight is incomplete: 15 of its 35 elements are missing"),
         (
             lambda records: records.update(
                 bias=TensorRecord("float64", (2,), {"tensors-00000-of-00002.safetensors": Box((0,), (2,))})

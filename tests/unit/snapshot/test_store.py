@@ -283,7 +283,7 @@ def test_half_written_ones_are_named_and_cleared_at_the_next_save(tmp_path: Path
     assert loaded is not None
     assert loaded.facts.step == 1
     assert [(skipped.step, skipped.reason) for skipped in loaded.skipped] == [
-        (2, "half-written: the run ended before it was whole")
+        (2, "half-written: the run ended before it was complete")
     ]
     save(store, 3)
     assert [found.path.name for found in found_in(tmp_path)] == ["step-00000003", "step-00000001"]

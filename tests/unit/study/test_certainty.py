@@ -57,7 +57,7 @@ def test_runs_far_from_the_limit_are_sure(two: list[float], side: str, tmp_path:
 
 def test_one_run_of_each_size_says_that_nobody_knows(tmp_path: Path) -> None:
     found = verdict(tmp_path, {1: [1.0], 2: [1.9]})
-    assert "How sure that is cannot be told from one run of each size" in found.text
+    assert "How sure that is cannot be said from one run of each size" in found.text
     assert found.to_json()["certainty"]["probability"] is None
 
 

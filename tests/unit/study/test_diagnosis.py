@@ -164,7 +164,7 @@ def test_a_run_whose_record_is_gone_is_told_with_what_helps(tmp_path: Path) -> N
     after = known(asked(), tmp_path)
     assert [row.outcome.done for row in after.rows] == [False, True, True]
     [(_, reason)] = columns.failures(after)
-    assert "its record is no longer whole" in reason
+    assert "its record is no longer complete" in reason
     assert f"where: {study.rows[0].place.run.path}\n  fix:   delete that folder" in reason
 
 

@@ -47,7 +47,7 @@ def _memory(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def of_pass(forward: Callable[[], Tensor], module: torch.nn.Module) -> tuple[int, int]:
-    """Bytes that a forward pass leaves for the backward pass, and those that this one holds at most beside them.
+    """Bytes that a forward pass leaves for the backward pass, and those that this one holds at most in addition.
 
     Of a GPU it is one number: the peak that its allocator has seen, model and gradients left out.
     """

@@ -17,7 +17,7 @@ _FEW, _MANY = 2, 8
 """Workers that each is rehearsed for: two numbers tell what is summed from what goes to every other worker."""
 _ROUNDS = 3
 _EXACT = 1 << 40
-"""Bytes that stand for one, so that the volume of a collective is told without rounding."""
+"""Bytes that are sent for one, so that the volume of a collective is reported without rounding."""
 
 
 def measure(

@@ -11,7 +11,7 @@ from manyhosts import device
 
 _ROUNDS = 5
 _MOST_BYTES = 64 << 20
-"""In all: more than a processor keeps near, and little beside a model."""
+"""In all: more than a processor keeps near, and little compared with a model."""
 
 
 def measure(where: torch.device, unit: int, total: int) -> float:

@@ -30,7 +30,7 @@ _WARM = 2
 
 
 def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> InParts:
-    """Take about `seconds` for steps of `samples` samples, whole and in parts. `update_s`: of the whole model.
+    """Take about `seconds` for steps of `samples` samples, uncut and in parts. `update_s`: of the entire model.
 
     Raises:
         ConfigError: this model cannot be held in parts.
@@ -65,7 +65,7 @@ def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> 
 
 
 def _exchange_parameters(optimizer: Optimizer, whole: dict[str, nn.Parameter], cut: dict[str, nn.Parameter]) -> None:
-    """Let it step the parts, by a rate of zero, and know nothing of the whole."""
+    """Let it step the parts, by a rate of zero, and know nothing of the full model."""
     names = {id(parameter): name for name, parameter in whole.items()}
     for group in optimizer.param_groups:
         group["params"] = [cut[names[id(parameter)]] for parameter in group["params"]]

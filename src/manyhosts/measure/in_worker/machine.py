@@ -30,7 +30,7 @@ def name() -> str:
 
 
 def processor_s(processes: Iterable[int]) -> float | None:
-    """Seconds for which these processes have kept cores busy so far, together; None where nobody counts them."""
+    """Seconds for which these processes have kept cores busy so far, together; None where it is not known."""
     if sys.platform != "linux":
         return None
     try:
@@ -41,7 +41,7 @@ def processor_s(processes: Iterable[int]) -> float | None:
 
 
 def process_bytes(processes: Iterable[int]) -> int:
-    """Memory of these processes, what several have by its share (Linux: `Pss`); 0 where nobody says."""
+    """Memory of these processes, what several have by its share (Linux: `Pss`); 0 where it is not known."""
     found = 0
     for process in processes:
         try:
@@ -59,7 +59,7 @@ def give_back_memory() -> None:
 
 
 def load() -> float:
-    """Processes that ran or waited for a core in the last minute; 0 where nobody counts them."""
+    """Processes that ran or waited for a core in the last minute; 0 where it is not known."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
@@ -74,7 +74,7 @@ def devices(where: torch.device) -> int:
 
 
 def memory_bytes(where: torch.device) -> int:
-    """Of the device, or of the machine, as far as this container may have it; 0 where nobody says."""
+    """Of the device, or of the machine, as far as this container may have it; 0 where it is not known."""
     if device.is_asynchronous(where):
         return int(device.module(where).get_device_properties(where).total_memory)
     try:

@@ -51,7 +51,7 @@ _SHARES = {
 _STEPS_S = 0.1
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
 _STREAM_STEPS = 1000
-"""Steps that an epoch of a stream is taken to have: nobody knows before its end."""
+"""Steps that an epoch of a stream is taken to have: it is not known before its end."""
 
 
 class Measurer(Watcher):
@@ -73,7 +73,7 @@ class Measurer(Watcher):
         self.guard.made()
 
     def fits(self, validation: OfAllSets | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
-        """Nobody is told of a run that is none."""
+        """A measurement is no run, so no listener hears of it."""
         self.validation = validation
         return ()
 
@@ -143,7 +143,7 @@ class Measurer(Watcher):
             return None
 
     def _measure(self, timed: Passes, parts: Parts, settings: Settings, state: RunState) -> None:
-        """Everything but what a step takes beside its parts."""
+        """Everything but what a step takes besides its parts."""
         asked = [size for size in self._sizes(timed.batches, parts, settings) if timed.batches.can_be(size)]
         lines.tell("measures", what="forward and backward passes")
         begun, busy = time.perf_counter(), time.process_time()

@@ -1,6 +1,6 @@
 """One worker as the first of several of which the others are not there: what they would say is what it says itself.
 
-So a strategy for several workers computes all that it computes among them, and waits for nobody. PyTorch's own group
+So a strategy for several workers computes all that it computes among them, and waits for no one. PyTorch's own group
 for this does not exchange anything; sums of ours are made as if all had given the same.
 """
 

@@ -50,7 +50,7 @@ class Passes:
         return between - begin, end - between
 
     def saved(self, samples: int) -> tuple[int, int]:
-        """Bytes of activations, and those that the backward pass holds at most beside them."""
+        """Bytes of activations, and those that the backward pass holds at most in addition to them."""
         with acting(OwnBatch()):
             return activations.of_pass(lambda: self.loss(samples), self.parts.trained)
 
@@ -76,7 +76,7 @@ def sizes(batch: int, micro_batch: int | None, workers: Iterable[int], virtual_w
 
 
 def measure(passes: Passes, asked: Sequence[int], seconds: float) -> tuple[Compute, ...]:
-    """Time passes of each size in `asked`, as far as `seconds` allow for; what stands first is timed most."""
+    """Time passes of each size in `asked`, as far as `seconds` allow for; what is first is timed most."""
     until = time.perf_counter() + seconds
     tried = _tried(passes, asked, _LARGEST_SHARE * seconds)
     repeated = [size for size in asked if size in tried]
@@ -96,7 +96,7 @@ class _Tried:
     """A size that can be computed."""
 
     saved: tuple[int, int]
-    """Bytes of activations, and those of the backward pass beside them."""
+    """Bytes of activations, and those of the backward pass in addition to them."""
     times: list[tuple[float, float]]
     """Of a few passes."""
 

@@ -1,4 +1,4 @@
-"""When each bucket of gradients is ready: the buckets of a real exchange, filled by real passes, sent to nobody."""
+"""When each bucket of gradients is ready: the buckets of a real exchange, filled by real passes, sent to no one."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _update(parts: Parts, clip: float | None) -> None:
 
 
 def _passing_bytes(parts: Parts, clip: float | None) -> int:
-    """What one more update holds at most beside all that is there before."""
+    """What one more update holds at most in addition to all that is there before."""
     where = parts.world.device
     if not device.is_asynchronous(where):
         held = HeldBytes()

@@ -14,7 +14,7 @@ from manyhosts.planner.overlap import Transfer
 from manyhosts.planner.step import Step, Timeline, assemble, exposed_after, timeline
 
 QUEUES = 2
-"""In which the exchanges of a CPU compute beside each other: see `communication.comm_queue`. A GPU has one."""
+"""In which the exchanges of a CPU compute at the same time: see `communication.comm_queue`. A GPU has one."""
 TALLY_BYTES = 64
 """Of the loss and what workers tell each other in each step, about."""
 CHUNK_BYTES = 8 << 20
@@ -123,7 +123,7 @@ def wire_of(group: Group, way: Compression, *, share: float, exchanges: float, e
 
 
 def _chunks(bucket: Bucket, measured: Measured, way: Compression) -> int:
-    """Into how many a bucket is cut: into one by a way that looks at whole tensors, which has few exchanges."""
+    """Into how many a bucket is cut: into one by a way that looks at tensors in full, which has few exchanges."""
     share = bucket.bytes / measured.gradient_bytes
     most = math.ceil((way.exchanges - len(measured.buckets)) / 2 * share)
     return max(1, min(math.ceil(bucket.bytes / CHUNK_BYTES), most))
@@ -135,5 +135,5 @@ def make(config: DDP) -> DataParallelModel:
 
 
 def make_single(_config: Single) -> DataParallelModel:
-    """One worker: data parallelism with nobody to exchange with."""
+    """One worker: data parallelism with no one to exchange with."""
     return DataParallelModel(DDP())

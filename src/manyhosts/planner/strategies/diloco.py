@@ -1,4 +1,4 @@
-"""DiLoCo: workers step alone, and the fragments of the model take turns in being exchanged beside further steps."""
+"""DiLoCo: workers step alone, and the fragments of the model take turns in being exchanged during further steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DiLoCoModel:
 
 
 def taken_from_passes(measured: Measured, group: Group) -> float:
-    """By what part of its seconds the arithmetic of a compression makes the passes longer that it runs beside.
+    """By what part of its seconds the arithmetic of a compression makes the passes longer that it overlaps with.
 
     All of them where these keep every core busy, none where each worker finds a free one; and passes that wait for
     something else need no core meanwhile.

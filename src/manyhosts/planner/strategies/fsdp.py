@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: what a worker holds when most is whole, and how much of the gathering is hidden."""
+"""Fully sharded data parallelism: what a worker holds at most, and how much of the gathering is hidden."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Exchange:
         """`copy`: the workers of `group` that share one copy of the model."""
         self.copy = copy
         self.is_hidden = measured.device != "cpu"
-        """Whether sums run beside the backward pass."""
+        """Whether sums overlap with the backward pass."""
         self._factor, self._sent = gathered_share(config), summed_share(config)
         self._trains = measured.gradient_bytes / max(1, measured.parameter_bytes)
         self.reported = 0.0 if self.is_hidden else copy.all_reduce(_TOLD_BYTES)
@@ -98,7 +98,7 @@ class _Exchange:
         """The share of the machine's cores that the passes of its workers keep busy."""
 
     def gathering(self, unit: int) -> float:
-        """Its parameters, until every worker has all. Gloo copies them once more, beside the passes."""
+        """Its parameters, until every worker has all. Gloo copies them once more, during the passes."""
         received = self._factor * unit
         copied = 0.0 if self.is_hidden else self._copy_s_per_byte * received
         wire = self.copy.all_gather(received / self.copy.workers)
@@ -148,7 +148,7 @@ def _exposed(zero: int, units: Sequence[int], exchange: _Exchange, lines: Timeli
 def _waits(units: Sequence[int], exchange: _Exchange, seconds: float) -> float:
     """Seconds by which a pass over `units` is longer because each is gathered, from when the one before computes on.
 
-    The later of two ends: that of the wire, and that of the cores, for what is exchanged beside a pass needs them, too.
+    The later of two ends: that of the wire, and that of the cores, for what is exchanged during a pass needs them, too.
     """
     total = max(1, sum(units))
     began = now = wire_free = 0.0

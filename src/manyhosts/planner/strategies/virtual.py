@@ -39,7 +39,7 @@ class VirtualWorkersModel:
 
 
 def gradients_kept(parts: int, workers: int) -> int:
-    """How many whole gradients one of `workers` keeps beside its own, where a batch is cut into `parts`.
+    """How many full gradients one of `workers` keeps in addition to its own, where a batch is cut into `parts`.
 
     Sums of finished parts are kept while the next is computed, as a binary counter does; and an inbox.
     """
@@ -70,7 +70,7 @@ def _second(group: Group, stretch: int) -> float:
 
 
 def _sums_left(parts: int, workers: int) -> float:
-    """How many sums a worker is left with, on average; 1 where each has a whole subtree."""
+    """How many sums a worker is left with, on average; 1 where each has a complete subtree."""
     return sum(len(subtrees(parts, *bounds(parts, workers, rank))) for rank in range(workers)) / workers
 
 

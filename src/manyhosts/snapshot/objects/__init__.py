@@ -1,1 +1,1 @@
-"""Snapshots in an object store: copied there beside training, and brought from there to an empty disk."""
+"""Snapshots in an object store: copied there during training, and brought from there to an empty disk."""

@@ -27,7 +27,7 @@ class Brought:
 
 
 def bring_newer(location: ObjectStoreLocation, folder: Path, fits: Fits, *, than: int, disk: Disk) -> Brought:
-    """Bring the newest snapshot that is whole, fits, and is of a later step than `than`, into `folder`.
+    """Bring the newest snapshot that is complete, fits, and is of a later step than `than`, into `folder`.
 
     Raises:
         OSError: the store, or the disk, would not have it.
@@ -51,7 +51,7 @@ def bring_newer(location: ObjectStoreLocation, folder: Path, fits: Fits, *, than
 
 
 def bring_best(location: ObjectStoreLocation, path: Path, fits: Fits, disk: Disk) -> None:
-    """Bring the best model that was copied last, where there is one that is whole, and later than that of the disk.
+    """Bring the best model that was copied last, where there is one that is complete, and later than that of the disk.
 
     Raises:
         OSError: the store, or the disk, would not have it.
@@ -73,7 +73,7 @@ def bring_best(location: ObjectStoreLocation, path: Path, fits: Fits, disk: Disk
 
 
 def bring_records(location: ObjectStoreLocation, found: Found, records: Mapping[str, Path]) -> Sequence[str]:
-    """Bring what of the run's record is not on the disk. Returns the names of what is not whole in the store."""
+    """Bring what of the run's record is not on the disk. Returns the names of what is incomplete in the store."""
     missing = []
     for name, path in records.items():
         if path.exists() and path.stat().st_size:
@@ -87,7 +87,7 @@ def bring_records(location: ObjectStoreLocation, found: Found, records: Mapping[
 
 
 def _copy(location: ObjectStoreLocation, found: Found, manifest: Manifest, path: Path, disk: Disk) -> None:
-    """Copy a snapshot to `path`: whole, every byte compared with its hash, or not at all."""
+    """Copy a snapshot to `path`: completely, every byte compared with its hash, or not at all."""
     half = path.with_name(f"{path.name}.{found.path.name.rpartition('.')[2]}.half")
     disk.remove_folder(half)
     disk.make_folder(half)

@@ -1,6 +1,6 @@
 """Every call to an object store that snapshots make, one method each: the seam where tests let a network fail.
 
-Little is asked of a store: that an object written again is there whole or not at all once the call has returned. There
+Little is asked of a store: an object written again is there completely or not at all when the call has returned. There
 is no rename, no append, and a list may be out of date. Stores are reached through fsspec, which is loaded when a store
 is asked for, as is the library of that store: https://filesystem-spec.readthedocs.io
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PIECE_BYTES = 16 << 20
 _TRIES = 4
 _FIRST_TRIES = 2
-"""Before anything is lost, a person is told sooner: libraries try some times of their own, for seconds each."""
+"""Before anything is lost, a person gets a message sooner: libraries try some times of their own, for seconds each."""
 _FIRST_PAUSE_S = 0.5
 _BROUGHT_BY = {
     "s3": "s3fs",

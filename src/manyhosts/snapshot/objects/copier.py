@@ -1,4 +1,4 @@
-"""Copies whole snapshots from the disk to an object store, one at a time, on a thread beside training.
+"""Copies complete snapshots from the disk to an object store, one at a time, on a thread, during training.
 
 What is offered takes the place of the one before it that still waits: a network slower than the snapshots come leaves
 some out, and the newest is what counts. A copy that fails costs this copy and nothing else: it is said, the snapshot
@@ -41,7 +41,7 @@ class Copier:
         self._has_told_of_old_ones = False
 
     def offer(self, path: Path) -> None:
-        """Copy the whole snapshot in the folder `path`, soon. Never waits."""
+        """Copy the complete snapshot in the folder `path`, soon. Never waits."""
         with self._lock:
             self._waiting["best" if path.name == "best" else "step"] = path
             if self._idle.is_set():
@@ -111,7 +111,7 @@ class Copier:
         try:
             for found in older(location.found(), keep=self._keep, newest=newest, step=manifest.facts.step):
                 location.remove(found)
-        except OSError as trouble:  # the copy is whole all the same; the next one tries again
+        except OSError as trouble:  # the copy is complete all the same; the next one tries again
             if not self._has_told_of_old_ones:
                 self._has_told_of_old_ones = True
                 self._say(path, f"older snapshots cannot be removed from {self._address}: {sentence(trouble)}")

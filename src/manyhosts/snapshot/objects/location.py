@@ -1,8 +1,8 @@
-"""How snapshots lie in an object store: nothing is ever written over, and the manifest makes one whole.
+"""How snapshots lie in an object store: nothing is ever written over, and the manifest makes one complete.
 
     <address>/step-00000400.<token>/state.json, tensors-…   the files of the snapshot, as on the disk
                                     metrics.jsonl.gz, …     the record of the run up to there; .end.gz: to its end
-                                    manifest.json           written last: with it the snapshot is whole
+                                    manifest.json           written last: with it the snapshot is complete
     <address>/best.<token>/…
 
 The token is of the content, so two snapshots of one step do not mix, and an upload that broke off continues where it
@@ -101,7 +101,7 @@ class ObjectStoreLocation:
         return f"{name}.{hashlib.sha256(manifest.to_text().encode()).hexdigest()[:12]}"
 
     def add(self, path: Path, records: Mapping[str, Path]) -> tuple[Found, Manifest] | None:
-        """Copy the whole snapshot in the folder `path` here, with `records`, name → file; None where it is here.
+        """Copy the complete snapshot in the folder `path` here, with `records`, name → file; None where it is here.
 
         Every byte is compared with its hash before it leaves the disk, and every size when it has arrived.
 
@@ -142,7 +142,7 @@ class ObjectStoreLocation:
                 self.client.put(f"{folder}/{name}{ending}", gzip.compress(record.read_bytes(), 6, mtime=0))
 
     def add_end(self, path: Path, records: Mapping[str, Path]) -> None:
-        """Put `records`, as they are at the end of the run, beside the copy of the snapshot in `path`, if it is here.
+        """Put `records`, as they are at the end of the run, next to the copy of the snapshot in `path`, if it is here.
 
         Raises:
             SnapshotError: the one on the disk cannot be read.
@@ -155,7 +155,7 @@ class ObjectStoreLocation:
     def _seal(self, folder: str, manifest: Manifest) -> None:
         for name, file in manifest.files.items():
             if not self._has(f"{folder}/{name}", file.bytes):
-                raise StoreTrouble(f"{name} has not arrived there whole")
+                raise StoreTrouble(f"{name} has not arrived there completely")
         self.client.put(f"{folder}/{NAME}", manifest.to_text().encode())
 
     def _has(self, name: str, size: int | None = None) -> bool:

@@ -38,7 +38,7 @@ WORDS = {
 
 VIRTUAL = (
     "All runs have `virtual_workers=8`, with which the others train on at once, in their smaller number. Without it\n"
-    "they wait for a new worker in the lost one's place: the whole table has that as seconds until all workers train."
+    "they wait for a new worker in the lost one's place: the full table has that as seconds until all workers train."
 )
 """What the reader must know of the runs; see `faults_train.py`."""
 

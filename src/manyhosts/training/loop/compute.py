@@ -13,8 +13,7 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.setup.collective_forward import collective_forward
-from manyhosts.training.setup.trained_module import model_of
+from manyhosts.training.setup.trained_module import collective_forward, model_of
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""

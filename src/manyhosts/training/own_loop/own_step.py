@@ -30,11 +30,10 @@ from manyhosts.strategies.strategy import FixedParts, Piece, StepOutcome, Strate
 from manyhosts.strategies.whole_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
 from manyhosts.training.loop.compute import ForwardPass, step_values
-from manyhosts.training.own_loop.copies import ParameterCopies
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.setup.optimizer_kernels import may_draw
-from manyhosts.training.state.buffers import BufferCopies
+from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
 
 _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "

@@ -40,11 +40,8 @@ from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.loop.source import Source, make_source
 from manyhosts.training.loss_weights.weighing import Weighing, Weight
 from manyhosts.training.own_loop.own_step import OwnStep
-from manyhosts.training.setup.choose_strategy import Given, choose
-from manyhosts.training.setup.collective_forward import refuse_other_calls
-from manyhosts.training.setup.compiling import prepare_blocks
-from manyhosts.training.setup.look_ahead import look_ahead
-from manyhosts.training.setup.make_strategy import make_strategy
+from manyhosts.training.setup.activation_checkpointing import prepare_blocks
+from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, make_strategy
 from manyhosts.training.setup.model_checks import (
     check_kept,
     check_optimizer,
@@ -59,9 +56,9 @@ from manyhosts.training.setup.model_checks import (
 from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.precision import Precision
-from manyhosts.training.setup.trained_module import check_optimized, model_of, trained, twice
+from manyhosts.training.setup.trained_module import check_optimized, model_of, refuse_other_calls, trained, twice
 from manyhosts.training.state.frozen_base import FrozenBase
-from manyhosts.training.state.initial_optimizer import InitialOptimizer, options_of
+from manyhosts.training.state.optimizer_state import InitialOptimizer, options_of
 from manyhosts.training.telemetry.watching import Watcher
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]

@@ -159,7 +159,7 @@ class Fit:
             state=self.state,
             snapshot_schedule=self.snapshot_schedule,
             stop_signals=StopSignals(cause),
-            tell=self.tell_step,
+            tell=run_log.tell if self.profiling is None else self.tell_step,
         )
         self._loop = Loop(
             training,

@@ -99,7 +99,8 @@ class DeferredMetrics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lag = LAG_ON_GPU if is_asynchronous(device) else 0
+        self.is_asynchronous = is_asynchronous(device)
+        self.lag = LAG_ON_GPU if self.is_asynchronous else 0
         self.pending: deque[_Pending | StepMetricValues] = deque()
         self._began: Event | None = None
         self._data_waits: list[tuple[Event, Event]] = []
@@ -131,7 +132,7 @@ class DeferredMetrics:
     ) -> None:
         """Take the numbers of one more step, without waiting for them."""
         values, control_flags, unsettled = outcome.values, outcome.control_flags, outcome.unsettled
-        if not is_asynchronous(self.device):
+        if not self.is_asynchronous:
             known = control_flags.tolist() if isinstance(control_flags, Tensor) else control_flags
             numbers = {name: value.item() for name, value in values.items()}
             self.pending.append(

@@ -31,11 +31,11 @@ from manyhosts.strategies.strategy import (
     UpdatesWithin,
 )
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
+from manyhosts.training.loop.compute import may_draw
 from manyhosts.training.loop.numbers import DeferredMetrics, HostTiming, StepFacts
 from manyhosts.training.loop.training import Training
 from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.setup.model_checks import several_gradients
-from manyhosts.training.setup.optimizer_kernels import may_draw
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.pace import NormPrice
 
@@ -67,13 +67,12 @@ class Stepper:
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
         self.counting = LossWeights(parts, settings, state)
         self.first_steps = FirstSteps(parts)
-        self.norm_price = NormPrice(parts.batch_norm, parts.world.notes)
+        self.norm_price = NormPrice(parts.batch_norm, parts.world.notes) if parts.batch_norm is not None else None
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = parts.watcher
         self.updates_within = parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin)
         if parts.own_step is not None:
             parts.own_step.remembers = keep_buffers or bad_steps.leave_out
-            parts.own_step.before_update = snapshot_schedule.before_update
             parts.own_step.done = lambda: state.step
         if isinstance(parts.strategy, UpdatesWithin):
             parts.strategy.before_update = snapshot_schedule.before_update
@@ -82,6 +81,8 @@ class Stepper:
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
         self.hands_out = parts.strategy if isinstance(parts.strategy, HandsOut) else None
         self.prepares = parts.strategy if isinstance(parts.strategy, PreparesUpdate) else None
+        self.acts = bool(parts.callbacks)
+        """Whether there are callbacks: a session is given them once."""
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -90,22 +91,23 @@ class Stepper:
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
         self.prepare(number, step)
-        lr = parts.optimizer.param_groups[0]["lr"] * parts.warmup.factor(state.step)
+        lr = parts.optimizer.param_groups[0]["lr"]
+        if state.step < parts.warmup.steps:
+            lr *= parts.warmup.factor(state.step)
         norm, updated = cast(Any, None), False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
             if self.bad_steps.buffers:
                 self.bad_steps.buffers.keep()
-            self.audit(number, weighed)
+            if parts.auditor is not None:
+                self.audit(number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            with acting(parts.batch_norm), self.writes_seen(len(pieces)):
-                if parts.own_step is None:
-                    outcome = parts.strategy.forward_backward(
-                        parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
-                    )
-                else:
-                    outcome = parts.own_step.make(pieces, self.flags.own())
+            if parts.batch_norm is None and not self.first_steps.looking:
+                outcome = self.forward_backward(pieces)
+            else:
+                with acting(parts.batch_norm), self.writes_seen(len(pieces)):
+                    outcome = self.forward_backward(pieces)
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
@@ -114,9 +116,11 @@ class Stepper:
             else:
                 norm, updated = self.bad_steps.shown(number, norm), True
                 self.update()
-        self.call_callbacks(step, updated=updated)
+        if self.acts:
+            self.call_callbacks(step, updated=updated)
         timing, bytes_sent, exchange_s = self.clock.end()
-        self.norm_price.after_step(timing.total)
+        if self.norm_price is not None:
+            self.norm_price.after_step(timing.total)
         self.count(step)
         facts = StepFacts(
             step=number,
@@ -132,6 +136,15 @@ class Stepper:
             weight=weight,
         )
         self.numbers.add(facts, outcome, norm, parts.world.take_waits())
+
+    def forward_backward(self, pieces: Sequence[Piece]) -> StepOutcome:
+        """The gradient of all pieces of all workers: by the strategy, or by the step that the script has written."""
+        parts, flags = self.parts, self.flags.own()
+        if parts.own_step is not None:
+            if self.snapshot_schedule.is_writing:
+                self.snapshot_schedule.before_update()
+            return parts.own_step.make(pieces, flags)
+        return parts.strategy.forward_backward(parts.trained, pieces, parts.compute, parts.precision.scale, flags)
 
     def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
         """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
@@ -180,10 +193,10 @@ class Stepper:
             self.hands_out.taken = lambda piece: note_samples(number, _indices([step.pieces[piece]]))
 
     def audit(self, number: int, step: Step) -> None:
-        """Ready the parts that this worker computes again for another, where that was asked for."""
-        if self.parts.auditor is not None:
-            pieces = partial(self.transfers.pieces, self.state.step)
-            self.parts.auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
+        """Ready the parts that this worker computes again for another."""
+        assert self.parts.auditor is not None, "asked for by its setting"
+        pieces = partial(self.transfers.pieces, self.state.step)
+        self.parts.auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
 
     def clip(self) -> Any:
         """Clip the gradient where that is asked for. Returns its norm before."""
@@ -207,7 +220,8 @@ class Stepper:
     def step_optimizer(self) -> None:
         """Have the strategy step the optimizer, and move the schedule."""
         parts, done = self.parts, self.state.step
-        self.snapshot_schedule.before_update()
+        if self.snapshot_schedule.is_writing:
+            self.snapshot_schedule.before_update()
         if may_draw(parts.optimizer):
             # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
             randomness.seed_compute(self.settings.seed, randomness.UPDATE, done)
@@ -222,7 +236,8 @@ class Stepper:
                 if "closure" in str(error).lower():
                     raise several_gradients(parts.optimizer) from error
                 raise
-        self.schedule.after_step()
+        if self.schedule.follows_steps:
+            self.schedule.after_step()
         self.at.inconsistent = False
 
     def pass_over(self) -> StepOutcome:

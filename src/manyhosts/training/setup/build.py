@@ -268,7 +268,8 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None
     world.notes += prepare_blocks(model_of(placed), settings)
-    if strategy.traits.communicates_in_forward:
+    compute.is_collective = strategy.traits.communicates_in_forward
+    if compute.is_collective:
         refuse_other_calls(model_of(placed))
     made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
     if isinstance(strategy, HoldsOptimizer):

@@ -18,8 +18,7 @@ from runs import make_trainer, recipe_in_environment
 from torch import Tensor
 
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.loop.step import Stepper
-from manyhosts.training.loop.transfers import Transfers
+from manyhosts.training.loop.step import Stepper, Transfers
 
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS") or "[]")
 WORKER = int(os.environ.get("MANYHOSTS_MEMBER", "-1"))

@@ -15,7 +15,7 @@ from torch import nn
 
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
-from manyhosts.training.setup.model_summary import summary
+from manyhosts.training.setup.trained_module import summary
 
 pytestmark = pytest.mark.multiprocess
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import manyhosts as mh
 from manyhosts.events import Event, Slowdown, WorkerTimes
-from manyhosts.training.telemetry import pace, stragglers
+from manyhosts.training.telemetry import pace
 
 USUAL_S, SLOW_S = 0.01, 0.04
 SLOW_UNTIL, STEPS = 45, 140
@@ -71,7 +71,7 @@ def test_slow_worker_is_named_with_its_factor_and_so_is_the_end_of_that(
     first, then = said
     assert first["what"] == "worker"
     measured = [
-        stragglers.factors_of_workers([WorkerTimes(**each) for each in line["workers"]])[first["who"]]
+        pace.factors_of_workers([WorkerTimes(**each) for each in line["workers"]])[first["who"]]
         for line in lines_of(tmp_path, "workers")
         if line["step"] <= first["step"]
     ]

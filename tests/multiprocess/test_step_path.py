@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ import manyhosts as mh
 PACKAGE = Path(mh.__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
 MOST_HOPS = 6
+MOST_FILES = {"Trainer": 22, "Run": 24}
+"""That a reader needs for one step: those whose code runs in it. Listeners hear its news, and change nothing."""
+LISTENERS = ("listeners/", "records/")
 Frame = tuple[str, str]
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
@@ -67,6 +71,60 @@ def last_path(run_dir: Path, **options: Any) -> list[Frame]:
         **options,
     ).fit("4 steps")
     return first.paths[-1] if first.paths else []  # whoever was slow may have been given no micro-batch
+
+
+class Counted(nn.Linear):
+    """Notes which of our files run between two forward passes: one step, with all that surrounds it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.passes = 0
+        self.files: set[str] = set()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 12:  # the first steps are looked at
+            frame = sys._getframe()
+            while (frame := frame.f_back) and frame.f_code.co_qualname != "Session.fit":  # type: ignore[assignment]
+                self.note(frame, "call", None)
+            self.note(frame, "call", None)
+            sys.setprofile(self.note)
+        elif self.passes == 13:
+            sys.setprofile(None)
+        return super().forward(input)
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE):
+            self.files.add(str(file.relative_to(PACKAGE)))
+
+
+def files_of_a_step(face: str, run_dir: Path) -> set[str]:
+    """Those whose code runs in one step of one process, listeners left out."""
+    model, loss = Counted(), nn.MSELoss()
+    data = torch.utils.data.TensorDataset(torch.ones(256, 4), torch.ones(256, 1))
+    given: dict[str, Any] = {"data": mh.Data(train=data, batch_size=4), "run_dir": run_dir}
+    if face == "Trainer":
+        mh.Trainer(model=model, loss=loss, optimizer=torch.optim.SGD, **given).fit("20 steps")
+    else:
+        run = mh.Run(models=model, optimizers=torch.optim.SGD, **given)
+
+        def step(run: mh.Run) -> None:
+            run.backward(lambda batch: loss(model(batch[0]), batch[1]))
+            run.update()
+
+        run.fit(step, "20 steps")
+    return {file for file in model.files if not file.startswith(LISTENERS)}
+
+
+@pytest.mark.parametrize("face", sorted(MOST_FILES))
+def test_step_needs_few_files_and_the_page_lists_them(face: str, tmp_path: Path) -> None:
+    found = files_of_a_step(face, tmp_path)
+    assert {"training/loop/step.py", "training/fit.py", "data/steps.py", "strategies/single.py"} <= found
+    assert len(found) <= MOST_FILES[face], f"{len(found)}: {sorted(found)}"
+    section = PAGE.split("### The files of a step", 1)[1].split("\n### ", 1)[0]
+    listed = set(re.findall(r"`((?:\w+/)*\w+\.py)`", section))
+    assert not found - listed, f"docs/architecture.md does not list {sorted(found - listed)}"
 
 
 def paths_of_all(rank: int, folder: str) -> list[list[Frame]]:

@@ -28,7 +28,7 @@ from manyhosts.export.export import describe, named_function
 from manyhosts.export.model_call import ModelCall, without_cache
 from manyhosts.serve import frames
 from manyhosts.serve.tensors import Arrays, Refused, from_json
-from manyhosts.training.setup.collective_forward import collective_forward
+from manyhosts.training.setup.trained_module import collective_forward
 from manyhosts.training.trained_script import open_run
 
 

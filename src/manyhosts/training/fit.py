@@ -31,16 +31,14 @@ from manyhosts.training.consistency.same_given import compare_descriptions, comp
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.evaluation.metrics import KEEPING
-from manyhosts.training.loop.bad_steps import BadStep
 from manyhosts.training.loop.balance import Balance
 from manyhosts.training.loop.loop import Loop
-from manyhosts.training.loop.run_end import RunEnd
+from manyhosts.training.loop.numbers import BadStep
+from manyhosts.training.loop.run_end import LastSnapshot, RunEnd
 from manyhosts.training.loop.source import IndexedSource
-from manyhosts.training.loop.stop_signals import StopSignals
-from manyhosts.training.loop.training import Training
+from manyhosts.training.loop.training import StopSignals, Training
 from manyhosts.training.setup.run_place import tell_command
 from manyhosts.training.state import rewind
-from manyhosts.training.state.last_snapshot import LastSnapshot
 from manyhosts.training.state.recovery import SharedTraining, why_not_survive
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.remote_copy import RemoteCopy
@@ -161,7 +159,7 @@ class Fit:
             state=self.state,
             snapshot_schedule=self.snapshot_schedule,
             stop_signals=StopSignals(cause),
-            tell=self.tell_step,
+            tell=run_log.tell if self.profiling is None else self.tell_step,
         )
         self._loop = Loop(
             training,

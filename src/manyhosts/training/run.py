@@ -295,18 +295,12 @@ class Run(Session):
     @property
     def part(self) -> Part:
         """The part of the batch that is computed now; inside a function that `backward` calls."""
-        if self._own_step.part is None:
-            raise ConfigError(
-                "run.part is asked for where no part is computed",
-                where="run.part",
-                fix="ask for it in the function that run.backward is given",
-            )
         return self._own_step.part
 
     @property
     def models(self) -> nn.ModuleDict:
         """All models by name."""
-        found = self.model
+        found = self._own_step.model
         assert isinstance(found, nn.ModuleDict), "_make_models() makes one"
         return found
 

@@ -42,15 +42,14 @@ from manyhosts.training.loop.compute import Loss, UserStep
 from manyhosts.training.loss_weights.weighing import Weight
 from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.setup import model_summary
+from manyhosts.training.setup import trained_module
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
 from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
 from manyhosts.training.setup.parameter_groups import MakeOptimizer
 from manyhosts.training.setup.run_place import RunPlace
-from manyhosts.training.state.best_weights import Used, best_model, holding
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.sharded_state import whole_state
-from manyhosts.training.state.weights import frozen, load_initial
+from manyhosts.training.state.weights import Used, best_model, frozen, holding, load_initial
 from manyhosts.training.telemetry.result import Result
 
 if TYPE_CHECKING:
@@ -253,7 +252,7 @@ class Session:
 
     def summary(self, *, depth: int = 2) -> str:
         """The model in a table: its modules down to `depth`, their parameters, and how many of these are trained."""
-        return model_summary.summary(self.model, depth=depth)
+        return trained_module.summary(self.model, depth=depth)
 
     def _validate(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
         with holding(weights, self.parts, self._run) as used:

@@ -21,7 +21,7 @@ from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.writing import share_of
-from manyhosts.training.state.optimizer_names import by_name
+from manyhosts.training.state.optimizer_state import by_name
 from manyhosts.training.state.sharded_state import TakenUp, in_parts
 
 LAYOUTS = {"single": (1, 0), "ddp": (2, 0), **{f"fsdp-{n}": (n, n) for n in range(1, 6)}, "two copies of two": (4, 2)}

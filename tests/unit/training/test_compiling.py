@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.training.setup import activation_checkpointing
-from manyhosts.training.setup.activation_checkpointing import checkpoint_blocks
-from manyhosts.training.setup.compiling import compile_model
+from manyhosts.training.setup.activation_checkpointing import checkpoint_blocks, compile_model
 
 
 class Block(nn.Module):

@@ -17,10 +17,9 @@ from manyhosts.snapshot.load import load
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.training.loop.loop import Loop
-from manyhosts.training.loop.stop_signals import StopSignals
-from manyhosts.training.loop.training import Training
+from manyhosts.training.loop.run_end import LastSnapshot
+from manyhosts.training.loop.training import StopSignals, Training
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.state.last_snapshot import LastSnapshot
 
 
 @pytest.fixture(autouse=True)

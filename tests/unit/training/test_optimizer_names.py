@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from manyhosts.errors import SnapshotError
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.training.setup.trained_module import ModelAndLoss, names_kept
-from manyhosts.training.state.optimizer_names import by_name, load_by_name
+from manyhosts.training.state.optimizer_state import by_name, load_by_name
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -27,7 +27,7 @@ from manyhosts.data.shards import ShardProgress
 from manyhosts.data.steps import Step
 from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
-from manyhosts.training.loop.bad_steps import named
+from manyhosts.training.loop.numbers import named
 from manyhosts.training.loop.source import ShardedSource, StreamSource
 
 # Workers that are threads of this process. One runs at a time, for the generators of random numbers belong to all.

@@ -11,8 +11,8 @@ import pytest
 
 from manyhosts.cluster.rounds import rounds
 from manyhosts.events import WorkerTimes
-from manyhosts.training.telemetry import stragglers
-from manyhosts.training.telemetry.stragglers import Change, cause, factors_of_links, factors_of_workers, sentence
+from manyhosts.training.telemetry import pace
+from manyhosts.training.telemetry.pace import Change, cause, factors_of_links, factors_of_workers, sentence
 
 
 def part(
@@ -92,7 +92,7 @@ def test_way_between_two_hosts_whose_links_are_well_is_named_as_such() -> None:
 
 
 def test_it_is_said_once_when_it_is_sure_and_once_when_it_is_over() -> None:
-    judge = stragglers.SlownessDetector(slow=1.5, times=3)
+    judge = pace.SlownessDetector(slow=1.5, times=3)
     said = [judge.hear({"host b": factor}) for factor in (2, 1.4, 2, 2, 2.2, 2.1, 1.3, 2, 1.1, 1.1, 1.1, 1.0)]
     assert said[:4] == [[], [], [], []], "three in a row"
     assert said[4] == [Change("host b", 2)]
@@ -107,7 +107,7 @@ def test_it_is_said_once_when_it_is_sure_and_once_when_it_is_over() -> None:
 def test_noise_of_busy_machines_names_nobody() -> None:
     """Medians of windows that differ by a third either way, as on machines with thirty programs for each core."""
     chance = random.Random(1)
-    judge = stragglers.of_workers()
+    judge = pace.of_workers()
     for _ in range(2000):
         parts = [part(host, 0.1 * chance.uniform(0.8, 1.2)) for host in "abcd"]
         assert judge.hear(factors(*parts)) == []

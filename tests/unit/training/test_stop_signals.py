@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cluster import reports
-from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.loop.training import StopSignals
 
 
 def test_first_signal_is_a_wish_and_its_echo_the_same_one() -> None:

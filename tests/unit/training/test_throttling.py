@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manyhosts.training.telemetry import throttling
-from manyhosts.training.telemetry.throttling import Throttling
+from manyhosts.training.telemetry import pace
+from manyhosts.training.telemetry.pace import Throttling
 
 
 class System:
@@ -15,7 +15,7 @@ class System:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now = folder, 100.0
-        monkeypatch.setattr(throttling.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(pace.time, "monotonic", lambda: self.now)
         for core in (0, 1):
             (folder / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
             (folder / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text("7\n")

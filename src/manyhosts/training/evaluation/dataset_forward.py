@@ -22,8 +22,8 @@ from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
 from manyhosts.device import is_asynchronous
 from manyhosts.strategies.strategy import Strategy
-from manyhosts.training.setup.collective_forward import collective_forward
 from manyhosts.training.setup.precision import Precision
+from manyhosts.training.setup.trained_module import collective_forward
 
 FEWEST_PARTS, MOST_PARTS = 16, 128
 """A set is cut into at least 16 parts (or one per sample), so that up to 16 workers share even a small one."""

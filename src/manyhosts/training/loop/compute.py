@@ -1,4 +1,4 @@
-"""The forward pass of one piece: random numbers from its address, the chosen precision, model and loss."""
+"""What is computed of one piece: its random numbers, the chosen precision, model and loss, and what these must be."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.setup.collective_forward import collective_forward
-from manyhosts.training.setup.trained_module import model_of
+from manyhosts.training.setup.trained_module import ModelAndLoss, collective_forward, model_of
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""
 UserStep = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
 """`step(model, batch)`: the mean loss over the batch, or a mapping with `loss` and values to log."""
+
+
+def may_draw(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` could draw random numbers. PyTorch's own draw none, so they go without a seed."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -47,6 +53,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
+_ALONE = nullcontext()
 _FIRST_STEPS = 3
 """In which it is seen whether the user's step writes gradients."""
 
@@ -68,6 +75,8 @@ class ForwardPass:
         self.seed = seed
         self.context = context
         self.global_batch = global_batch
+        self.is_collective = False
+        """Whether workers exchange something in every forward pass, so that none may call the model alone."""
 
     def __call__(self, module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
@@ -80,8 +89,8 @@ class ForwardPass:
         # Those of now: where a strategy keeps parts, others stand in their place while the model is computed.
         parameters = list(module.parameters()) if looks else []
         before = _gradients(parameters)
-        model = model_of(module)
-        with self.context(), collective_forward(model):
+        model = module.model if isinstance(module, ModelAndLoss) else module
+        with self.context(), collective_forward(model) if self.is_collective else _ALONE:
             if self.step is not None:
                 values = step_values(self.step(model, batch))
             else:

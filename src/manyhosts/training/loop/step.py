@@ -1,4 +1,4 @@
-"""One optimizer step: its samples, forward and backward pass, clipping, update, and what is counted of it."""
+"""One optimizer step, from top to bottom: its samples, forward and backward pass, clipping, update, what is counted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.shared_norm import acting
+from manyhosts.communication.world import World
 from manyhosts.data import randomness
-from manyhosts.data.steps import DuePiece, LoadedPiece, Step
+from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
+from manyhosts.snapshot.store import Store
 from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
@@ -22,20 +24,20 @@ from manyhosts.strategies.strategy import (
     Elastic,
     FixedParts,
     HandsOut,
+    Piece,
     PreparesUpdate,
     StepOutcome,
     TellsMisuse,
     UpdatesWithin,
 )
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
-from manyhosts.training.loop.deferred_metrics import StepFacts
+from manyhosts.training.loop.compute import may_draw
+from manyhosts.training.loop.numbers import DeferredMetrics, HostTiming, StepFacts
 from manyhosts.training.loop.training import Training
-from manyhosts.training.loop.transfers import StepClock, Transfers
 from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.setup.model_checks import several_gradients
-from manyhosts.training.setup.optimizer_kernels import may_draw
 from manyhosts.training.state.buffers import BufferCopies
-from manyhosts.training.telemetry.norm_price import NormPrice
+from manyhosts.training.telemetry.pace import NormPrice
 
 NoteSamples = Callable[[int, Sequence[int]], None]
 
@@ -65,13 +67,12 @@ class Stepper:
         self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
         self.counting = LossWeights(parts, settings, state)
         self.first_steps = FirstSteps(parts)
-        self.norm_price = NormPrice(parts.batch_norm, parts.world.notes)
+        self.norm_price = NormPrice(parts.batch_norm, parts.world.notes) if parts.batch_norm is not None else None
         self.buffers = BufferCopies(parts.trained) if keep_buffers else None
         self.watcher = parts.watcher
         self.updates_within = parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin)
         if parts.own_step is not None:
             parts.own_step.remembers = keep_buffers or bad_steps.leave_out
-            parts.own_step.before_update = snapshot_schedule.before_update
             parts.own_step.done = lambda: state.step
         if isinstance(parts.strategy, UpdatesWithin):
             parts.strategy.before_update = snapshot_schedule.before_update
@@ -80,6 +81,8 @@ class Stepper:
         self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
         self.hands_out = parts.strategy if isinstance(parts.strategy, HandsOut) else None
         self.prepares = parts.strategy if isinstance(parts.strategy, PreparesUpdate) else None
+        self.acts = bool(parts.callbacks)
+        """Whether there are callbacks: a session is given them once."""
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -88,22 +91,23 @@ class Stepper:
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
         self.prepare(number, step)
-        lr = parts.optimizer.param_groups[0]["lr"] * parts.warmup.factor(state.step)
+        lr = parts.optimizer.param_groups[0]["lr"]
+        if state.step < parts.warmup.steps:
+            lr *= parts.warmup.factor(state.step)
         norm, updated = cast(Any, None), False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
             if self.bad_steps.buffers:
                 self.bad_steps.buffers.keep()
-            self.audit(number, weighed)
+            if parts.auditor is not None:
+                self.audit(number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            with acting(parts.batch_norm), self.writes_seen(len(pieces)):
-                if parts.own_step is None:
-                    outcome = parts.strategy.forward_backward(
-                        parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
-                    )
-                else:
-                    outcome = parts.own_step.make(pieces, self.flags.own())
+            if parts.batch_norm is None and not self.first_steps.looking:
+                outcome = self.forward_backward(pieces)
+            else:
+                with acting(parts.batch_norm), self.writes_seen(len(pieces)):
+                    outcome = self.forward_backward(pieces)
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
@@ -112,9 +116,11 @@ class Stepper:
             else:
                 norm, updated = self.bad_steps.shown(number, norm), True
                 self.update()
-        self.call_callbacks(step, updated=updated)
+        if self.acts:
+            self.call_callbacks(step, updated=updated)
         timing, bytes_sent, exchange_s = self.clock.end()
-        self.norm_price.after_step(timing.total)
+        if self.norm_price is not None:
+            self.norm_price.after_step(timing.total)
         self.count(step)
         facts = StepFacts(
             step=number,
@@ -130,6 +136,15 @@ class Stepper:
             weight=weight,
         )
         self.numbers.add(facts, outcome, norm, parts.world.take_waits())
+
+    def forward_backward(self, pieces: Sequence[Piece]) -> StepOutcome:
+        """The gradient of all pieces of all workers: by the strategy, or by the step that the script has written."""
+        parts, flags = self.parts, self.flags.own()
+        if parts.own_step is not None:
+            if self.snapshot_schedule.is_writing:
+                self.snapshot_schedule.before_update()
+            return parts.own_step.make(pieces, flags)
+        return parts.strategy.forward_backward(parts.trained, pieces, parts.compute, parts.precision.scale, flags)
 
     def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
         """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
@@ -178,10 +193,10 @@ class Stepper:
             self.hands_out.taken = lambda piece: note_samples(number, _indices([step.pieces[piece]]))
 
     def audit(self, number: int, step: Step) -> None:
-        """Ready the parts that this worker computes again for another, where that was asked for."""
-        if self.parts.auditor is not None:
-            pieces = partial(self.transfers.pieces, self.state.step)
-            self.parts.auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
+        """Ready the parts that this worker computes again for another."""
+        assert self.parts.auditor is not None, "asked for by its setting"
+        pieces = partial(self.transfers.pieces, self.state.step)
+        self.parts.auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
 
     def clip(self) -> Any:
         """Clip the gradient where that is asked for. Returns its norm before."""
@@ -205,7 +220,8 @@ class Stepper:
     def step_optimizer(self) -> None:
         """Have the strategy step the optimizer, and move the schedule."""
         parts, done = self.parts, self.state.step
-        self.snapshot_schedule.before_update()
+        if self.snapshot_schedule.is_writing:
+            self.snapshot_schedule.before_update()
         if may_draw(parts.optimizer):
             # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
             randomness.seed_compute(self.settings.seed, randomness.UPDATE, done)
@@ -220,7 +236,8 @@ class Stepper:
                 if "closure" in str(error).lower():
                     raise several_gradients(parts.optimizer) from error
                 raise
-        self.schedule.after_step()
+        if self.schedule.follows_steps:
+            self.schedule.after_step()
         self.at.inconsistent = False
 
     def pass_over(self) -> StepOutcome:
@@ -274,3 +291,87 @@ class Stepper:
 def _indices(pieces: Sequence[LoadedPiece | DuePiece]) -> list[int]:
     """The samples of these pieces, ghosts left out."""
     return [index for piece in pieces if piece.plan.weight for index in piece.plan.indices.tolist()]
+
+
+class Transfers:
+    """Those of one loop."""
+
+    def __init__(
+        self, device: torch.device, numbers: DeferredMetrics, see_first: Callable[[Any], None] | None = None
+    ) -> None:
+        """`numbers` tell, of a device that is not the CPU, how long it had nothing to do meanwhile.
+
+        `see_first` is shown the first batch of the run, on the CPU.
+        """
+        self._device, self._on_cpu, self._numbers = device, device.type == "cpu", numbers
+        self._see_first = see_first
+        self.waited_s = 0.0
+        """Seconds that this worker has waited for batches in the midst of steps."""
+
+    def next_of(self, steps: Iterator[Step]) -> Step:
+        """The next step. Its time begins here; to wait for it is to wait for data."""
+        if self._on_cpu:
+            return next(steps)
+        self._numbers.begin()
+        with self._numbers.waiting_for_data():
+            return next(steps)
+
+    def pieces(self, step: int, due: Sequence[LoadedPiece | DuePiece]) -> list[Piece]:
+        """Pieces of the step after `step` steps. Each batch comes when it is asked for: so few are in memory."""
+        return [
+            Piece(
+                bring=partial(self._bring, loaded, step),
+                samples=len(loaded.plan.indices),
+                weight=loaded.plan.weight,
+                address=(step, loaded.plan.part, loaded.plan.micro),
+                shares=loaded.plan.shares,
+            )
+            for loaded in due
+        ]
+
+    def _bring(self, piece: LoadedPiece | DuePiece, step: int) -> Any:
+        """The batch of a piece, on this worker's device. To wait for it is to wait for data."""
+        begin = time.perf_counter()
+        if self._on_cpu:
+            batch = piece.batch
+        else:
+            with self._numbers.waiting_for_data():
+                batch = piece.batch
+        if step == 0 and self._see_first is not None and piece.plan.weight:
+            self._see_first(batch)
+            self._see_first = None
+        if not self._on_cpu:
+            batch = on_device(batch, self._device)
+        self.waited_s += time.perf_counter() - begin
+        return batch
+
+
+class StepClock:
+    """The times of each step by the host's clock: waiting for data, computing, standing still for a snapshot.
+
+    What workers exchanged and how long it took is counted with them.
+    """
+
+    def __init__(self, world: World, store: Store, transfers: Transfers) -> None:
+        self._world, self._store, self._transfers = world, store, transfers
+        self._begin = self._fetched = self._stalled = self._brought = self._exposed = self._exchanged = 0.0
+        self._sent = 0
+
+    def begin(self) -> None:
+        """The step begins with waiting for its samples."""
+        world = self._world
+        self._begin, self._sent, self._exchanged = time.perf_counter(), world.bytes_sent, world.exchange_s
+        self._stalled, self._brought = self._store.stalled_s, self._transfers.waited_s
+
+    def fetched(self) -> None:
+        """The samples are here. What workers told each other to find them is a part of waiting for those."""
+        self._fetched, self._exposed = time.perf_counter(), self._world.exposed_s
+
+    def end(self) -> tuple[HostTiming, int, float]:
+        """The model has changed. Gives the times, the bytes sent, and the seconds that exchanges took."""
+        end, world = time.perf_counter(), self._world
+        stall = self._store.stalled_s - self._stalled
+        brought = self._transfers.waited_s - self._brought
+        waited, worked = self._fetched - self._begin + brought, end - self._fetched - stall - brought
+        timing = HostTiming(end - self._begin, waited, world.exposed_s - self._exposed, stall, worked)
+        return timing, world.bytes_sent - self._sent, world.exchange_s - self._exchanged

@@ -1,24 +1,169 @@
-"""One training on one worker: what its loop, a step, and what is due after a step work with, and where it stands."""
+"""One training on one worker: where it is, what its workers decide together, and the pure rules on how far it is.
+
+All workers must decide alike, or one waits for ever in a collective. So a rule looks only at numbers that are equal on
+all of them: the count of steps, the position in the data, and the leader's clock, which travels with the loss. A signal
+that asks a run to stop is a wish, which travels with the next step's loss, too: all workers stop after the same step,
+whichever of them was asked. A second signal is obeyed at once.
+"""
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Step
 from manyhosts.events import Event
-from manyhosts.training.loop.bad_steps import BadSteps
-from manyhosts.training.loop.deferred_metrics import DeferredMetrics
 from manyhosts.training.loop.learning_rate import Schedule
-from manyhosts.training.loop.progress import Progress
-from manyhosts.training.loop.stop_signals import StopSignals
+from manyhosts.training.loop.numbers import BadSteps, DeferredMetrics
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.units import Duration
+from manyhosts.units import Duration, seconds_in_words
+
+_A_FEW = 1e-6
+_A_LITTLE = 1e-9  # epochs are fractions of steps; 20 of 20 must count as 20
+
+
+@dataclass(slots=True)
+class Progress:
+    """A point in a run."""
+
+    step: int = 0
+    epochs: float = 0.0
+    """Epochs done, with the fraction of the one under way; whole numbers only for a stream, whose length is unknown."""
+    seconds: float = 0.0
+    """Time spent in this run, over all restarts, by the leader's clock."""
+
+
+def reached(limit: Duration, progress: Progress) -> str:
+    """Why a run of this duration is over at `progress`; empty while it is not."""
+    if limit.steps is not None and progress.step >= limit.steps:
+        return f"all {limit.steps} steps done"
+    if limit.epochs is not None and progress.epochs >= limit.epochs - _A_LITTLE:
+        return f"all {limit.epochs:g} epochs done" if limit.epochs != 1 else "the epoch is done"
+    if limit.seconds is not None and progress.seconds >= limit.seconds:
+        return f"{seconds_in_words(limit.seconds)} are over"
+    return ""
+
+
+def total_steps(limit: Duration, steps_per_epoch: int | None, now: Progress | None = None) -> int | None:
+    """The optimizer steps that a run of this duration has; None where only time or the end of a stream tells.
+
+    `now`: where it stands, when steps before may have had another batch, so that an epoch had another number of them.
+    """
+    now = now or Progress()
+    ends = [] if limit.steps is None else [limit.steps]
+    if limit.epochs is not None and steps_per_epoch is not None:
+        ends.append(now.step + max(0, math.ceil((limit.epochs - now.epochs) * steps_per_epoch - _A_FEW)))
+    return min(ends) if ends else None
+
+
+def due(every: Duration, before: Progress, now: Progress) -> bool:
+    """Whether something that is done `every` so often falls between `before` and `now`."""
+    return (
+        _passed(every.steps, before.step, now.step)
+        or _passed(every.epochs, before.epochs, now.epochs)
+        or _passed(every.seconds, before.seconds, now.seconds)
+    )
+
+
+def _passed(every: float | None, before: float, now: float) -> bool:
+    if every is None:
+        return False
+    return math.floor(now / every + _A_LITTLE) > math.floor(before / every + _A_LITTLE)
+
+
+_ONE_WISH_S = 0.3
+"""Schedulers signal every process, and whoever started it passes that on: what comes so soon is the same wish."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What may ask a run to stop. Where workers were asked by several, the first in this order is the reason."""
+_NOBODY = (0.0,) * len(SIGNALS)
+_HEARD = SIGNALS[:3]
+"""Those that a worker is sent itself. A terminal that was closed is known to the head alone."""
+
+
+class StopSignals:
+    """Whether this worker was asked to stop, and whether all have heard of it."""
+
+    def __init__(self, cause: Callable[[], int] = lambda: 0) -> None:
+        """`cause`: the signal that whoever sent one to this worker was sent, or 0 where that is not known."""
+        self._known_cause = cause
+        self.asked = 0
+        """The number of the signal that asked this worker to stop; 0 where none did."""
+        self.granted = ""
+        """Why all workers stop now; empty while they continue."""
+        self._asked_at = 0.0
+        self.number = 0
+        """The number of the signal behind `granted`."""
+
+    @property
+    def control_flags(self) -> tuple[float, ...]:
+        """1 for the signal that asked this worker, 0 for the others: the sums over all workers count who was asked."""
+        return tuple(float(self.asked == known) for known in SIGNALS) if self.asked else _NOBODY
+
+    def hear(self, counts: Sequence[float]) -> None:
+        """Take how many workers were asked by each of `SIGNALS`."""
+        if not any(counts) or self.granted:
+            return
+        asked = [known for known, count in zip(SIGNALS, counts, strict=True) if count]
+        if asked:
+            self._grant(asked[0])
+
+    def grant_own(self) -> bool:
+        """Stop for what the run was asked, where no other worker continues. Whether it was asked.
+
+        Workers that are ended because another one has failed are sent a signal, too, and nobody has asked the run.
+        """
+        if not self.asked or not self._known_cause():
+            return False
+        if not self.granted:
+            self._grant(signal.Signals(self.asked))
+        return True
+
+    def _grant(self, asked: signal.Signals) -> None:
+        self.number = int(asked)
+        self.granted = f"asked to stop by {asked.name}"
+        if asked == signal.SIGINT:
+            self.granted += " (Ctrl-C)"
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._asked_at = self._cause(number), now
+        elif now > self._asked_at + _ONE_WISH_S:
+            self._obey(signal.Signals(number))
+
+    def _cause(self, number: int) -> int:
+        """What the user did: a launcher that hears Ctrl-C passes it on as SIGTERM."""
+        known = self._known_cause()
+        return known if number == signal.SIGTERM and known in SIGNALS else number
+
+    def _obey(self, number: signal.Signals) -> None:
+        """Do at once what this signal did before anybody listened to wishes."""
+        signal.signal(number, self._before[number])
+        signal.raise_signal(number)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, the first signal is a wish. Other threads than the main one cannot listen to signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._before: dict[signal.Signals, Any] = {known: signal.signal(known, self._on_signal) for known in _HEARD}
+        try:
+            yield
+        finally:
+            for known, handler in self._before.items():
+                signal.signal(known, handler)
 
 
 @dataclass(slots=True)

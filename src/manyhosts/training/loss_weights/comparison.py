@@ -24,8 +24,7 @@ from manyhosts.training.consistency.held_values import HeldValues, differing
 from manyhosts.training.loop.compute import ForwardPass, terms_of
 from manyhosts.training.loss_weights.means import Rule, counted, has_ignored, rules_for
 from manyhosts.training.loss_weights.set_draws import NotTried, SetDraws
-from manyhosts.training.setup.collective_forward import collective_forward
-from manyhosts.training.setup.trained_module import model_of
+from manyhosts.training.setup.trained_module import collective_forward, model_of
 
 MakeBatch = Callable[[int, int], Any]
 """Of the samples of a piece from one number to another."""

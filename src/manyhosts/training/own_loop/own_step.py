@@ -29,12 +29,10 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import FixedParts, Piece, StepOutcome, Strategy, SumsByGroup
 from manyhosts.strategies.whole_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
-from manyhosts.training.loop.compute import ForwardPass, step_values
-from manyhosts.training.own_loop.copies import ParameterCopies
+from manyhosts.training.loop.compute import ForwardPass, may_draw, step_values
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
-from manyhosts.training.setup.optimizer_kernels import may_draw
-from manyhosts.training.state.buffers import BufferCopies
+from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
 
 _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
@@ -46,6 +44,9 @@ LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
 """`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
 Rows = Tensor | tuple[Tensor, ...]
 """A row for each sample."""
+
+
+_ALL = nullcontext()
 
 
 class _BadStep(Exception):
@@ -80,12 +81,10 @@ class OwnStep:
         """The user's own numbers and tensors, equal on all workers."""
         self.remembers = False
         """Whether a step may be made again, so that what it changes is copied before."""
-        self.before_update: Callable[[], None] = lambda: None
-        """To be called before anything changes that a snapshot under way may still have to copy."""
         self.done: Callable[[], int] = lambda: 0
         """Steps done."""
-        self.part: Part | None = None
-        """The one that is computed now."""
+        self.computed: int | None = None
+        """The number of the part that is computed now."""
         self.pieces: list[Piece] | None = None
         """Those of the step under way; None between steps."""
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
@@ -140,15 +139,16 @@ class OwnStep:
 
     def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> StepOutcome:
         """Run the user's step. `control_flags` are summed over the workers."""
-        self.before_update()
         # Summed as they count, and divided at the end: a weight only tells ghosts from samples here.
         self.pieces = [
             Piece(_given(each.batch), each.samples, 1.0 if each.weight else 0.0, each.address) for each in pieces
         ]
+        self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
         self.calls, self.logged, self._undo, self._copied = 0, {}, [], set()
         for group in self.groups.values():
             group.loss, group.pending = None, False
-        self.parts.begin_step()
+        if self.parts.live:
+            self.parts.begin_step()
         if self.remembers:
             self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
             self._keep_parameters()
@@ -161,23 +161,29 @@ class OwnStep:
             self._refuse_lost_gradients()
         except _BadStep:
             is_good = False
-        reported = torch.tensor(
-            [*control_flags, float(self.parts.in_use)], dtype=torch.float64, device=self.world.device
-        )
-        reported = self.world.all_reduce(reported)
-        kept = self.parts.end_step() if reported[-1] > 0 else self.parts.kept
+        flags, are_kept = self._agree(control_flags)
+        kept = self.parts.end_step() if are_kept else self.parts.kept
         if is_good:
             self.parts.kept = kept
         else:
             self._put_back()
         self.pieces, self._undo = None, []
-        self._see_plain_values()
-        return StepOutcome(self._values(is_good=is_good), reported[:-1])
+        if self._looks:
+            self._see_plain_values()
+        return StepOutcome(self._values(is_good=is_good), flags)
+
+    def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
+        """The sums of the control flags over the workers, and whether any worker keeps something by part."""
+        in_use = bool(self.parts.live) and self.parts.in_use
+        if self.world.size == 1:
+            return control_flags, in_use
+        reported = torch.tensor([*control_flags, float(in_use)], dtype=torch.float64, device=self.world.device)
+        reported = self.world.all_reduce(reported)
+        return reported[:-1], bool(reported[-1] > 0)
 
     def _see_plain_values(self) -> None:
         """In the first steps: say what a step changes and nobody keeps."""
-        if not self._looks or self._plain is None:
-            return
+        assert self._plain is not None, "looked at before the first step"
         self._looks -= 1
         if note := changed_attributes(self._plain, HeldValues(self.model).now()):
             self.world.notes.append(note)
@@ -201,7 +207,8 @@ class OwnStep:
 
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
         losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
-        total = sum(losses.values(), torch.zeros((), dtype=torch.float64, device=self.world.device))
+        first, *others = losses.values() or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
+        total = sum(others, first)
         if not is_good and bool(total.isfinite()):
             total = torch.full_like(total, math.nan)  # a gradient was not finite
         named = {f"loss/{name}": each for name, each in losses.items()} if len(self.groups) > 1 else {}
@@ -214,8 +221,12 @@ class OwnStep:
         group, call = self._group(into, "run.backward"), self.calls
         self.calls += 1
         before = [None if each.grad is None else each.grad.clone() for each in group.parameters if group.pending]
-        with self._summing(group, call):
-            values = self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
+        self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
+        try:
+            with _ALL if group.has_all else _trained(self._placed, group.parameters):
+                values = self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
+        finally:
+            self.strategy.use_group(None, call)
         for parameter, old in zip(group.parameters, before, strict=False):
             if old is not None:
                 parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
@@ -225,17 +236,24 @@ class OwnStep:
         return values
 
     def _of_pieces(self, loss: LossOf, group: Group) -> dict[str, Tensor]:
-        """The gradient of the mean over all that the micro-batches count, divided once, when the sums are there."""
+        """The gradient of the mean over all that the micro-batches count, divided once, when the sums are there.
+
+        Where one micro-batch is all of the batch, its mean is the mean.
+        """
 
         def sums(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
             values = step_values(self._called(loss, piece), "run.backward")
             count = values.pop("count", None)
             if count is None:
+                if self.is_alone:
+                    return values
                 count = torch.full((), piece.samples, dtype=torch.float64, device=self.world.device)
                 return {**{name: each * piece.samples for name, each in values.items()}, "count": count}
             return {**{name: each * count for name, each in values.items()}, "count": count.double()}
 
         values = dict(self._summed(sums))
+        if "count" not in values:
+            return values
         total = values.pop("count").item()
         gradients = [each.grad for each in group.parameters if each.grad is not None]
         if not total > 0:
@@ -308,12 +326,27 @@ class OwnStep:
         randomness.seed_compute(self.settings.seed, randomness.COMPUTE, *piece.address, self.calls)
         if compute.global_batch is not None:
             compute.global_batch.ghost = piece.weight == 0
-        self.part = self.parts.of(piece.address[1])
+        self.computed = piece.address[1]
         try:
             with compute.context():
                 return self.call(function, piece.batch)
         finally:
-            self.part = None
+            self.computed = None
+
+    @property
+    def part(self) -> Part:
+        """The part of the batch that is computed now.
+
+        Raises:
+            ConfigError: none is.
+        """
+        if self.computed is None:
+            raise ConfigError(
+                "run.part is asked for where no part is computed",
+                where="run.part",
+                fix="ask for it in the function that run.backward is given",
+            )
+        return self.parts.of(self.computed)
 
     def update(self, name: str | None, clip: float | None) -> Tensor:
         """See `Run.update`."""
@@ -354,16 +387,6 @@ class OwnStep:
                 fix=f"name one of {', '.join(map(repr, self.groups))}",
             )
         return self.groups[name]
-
-    @contextmanager
-    def _summing(self, group: Group, call: int) -> Iterator[None]:
-        """Within, a backward pass gives gradients to this group alone, and `inner` sums those."""
-        self.strategy.use_group(group.sums, call)
-        try:
-            with nullcontext() if group.has_all else _trained(self._placed, group.parameters):
-                yield
-        finally:
-            self.strategy.use_group(None, call)
 
     def _put_back(self) -> None:
         """Be as before the step, in everything that it has changed but buffers, to which the engine sees."""

@@ -59,29 +59,30 @@ class Parts:
         self.world, self.count, self.stays = world, count, stays
         self.kept: dict[int, dict[str, Any]] = {}
         """The state of each part that has any, after the last step, equal on all workers."""
-        self._live: dict[int, Part] = {}
+        self.live: dict[int, Part] = {}
+        """Those that were asked for in the step under way."""
 
     def begin_step(self) -> None:
         """Ready for a step: objects live for one step, so that a step which is made again begins with the same."""
-        self._live = {}
+        self.live = {}
 
     def of(self, index: int) -> Part:
         """The part of this number."""
-        if index not in self._live:
+        if index not in self.live:
             kept = copy.deepcopy(self.kept[index]) if index in self.kept else {}
-            self._live[index] = Part(index, self.count, kept, stays=self.stays)
-        return self._live[index]
+            self.live[index] = Part(index, self.count, kept, stays=self.stays)
+        return self.live[index]
 
     def states(self) -> dict[int, dict[str, Any]]:
         """What each part of this worker keeps at this place of the step, for `put_back`."""
         return {
             index: {name: state_of(name, each) for name, each in part.objects.items()}
-            for index, part in self._live.items()
+            for index, part in self.live.items()
         }
 
     def put_back(self, before: Mapping[int, Mapping[str, Any]]) -> None:
         """Have every part keep what it kept at `before = states()`."""
-        for index, part in self._live.items():
+        for index, part in self.live.items():
             for name, each in list(part.objects.items()):
                 if name in before.get(index, {}):
                     load(each, before[index][name])
@@ -91,7 +92,7 @@ class Parts:
     @property
     def in_use(self) -> bool:
         """Whether anything was kept in this step, on this worker."""
-        return any(part.objects for part in self._live.values())
+        return any(part.objects for part in self.live.values())
 
     def end_step(self) -> dict[int, dict[str, Any]]:
         """What all parts keep after this step. All workers call this; nothing is changed before all have it.
@@ -99,7 +100,7 @@ class Parts:
         Raises:
             SnapshotError: something that is kept cannot travel.
         """
-        own = {str(index): part.state() for index, part in self._live.items() if part.objects}
+        own = {str(index): part.state() for index, part in self.live.items() if part.objects}
         found = dict(self.kept)
         for reported in gather(self.world, own):
             found.update({int(index): state for index, state in reported.items()})

@@ -40,11 +40,8 @@ from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.training.loop.source import Source, make_source
 from manyhosts.training.loss_weights.weighing import Weighing, Weight
 from manyhosts.training.own_loop.own_step import OwnStep
-from manyhosts.training.setup.choose_strategy import Given, choose
-from manyhosts.training.setup.collective_forward import refuse_other_calls
-from manyhosts.training.setup.compiling import prepare_blocks
-from manyhosts.training.setup.look_ahead import look_ahead
-from manyhosts.training.setup.make_strategy import make_strategy
+from manyhosts.training.setup.activation_checkpointing import prepare_blocks
+from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, make_strategy
 from manyhosts.training.setup.model_checks import (
     check_kept,
     check_optimizer,
@@ -59,9 +56,9 @@ from manyhosts.training.setup.model_checks import (
 from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.precision import Precision
-from manyhosts.training.setup.trained_module import check_optimized, model_of, trained, twice
+from manyhosts.training.setup.trained_module import check_optimized, model_of, refuse_other_calls, trained, twice
 from manyhosts.training.state.frozen_base import FrozenBase
-from manyhosts.training.state.initial_optimizer import InitialOptimizer, options_of
+from manyhosts.training.state.optimizer_state import InitialOptimizer, options_of
 from manyhosts.training.telemetry.watching import Watcher
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
@@ -271,7 +268,8 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None
     world.notes += prepare_blocks(model_of(placed), settings)
-    if strategy.traits.communicates_in_forward:
+    compute.is_collective = strategy.traits.communicates_in_forward
+    if compute.is_collective:
         refuse_other_calls(model_of(placed))
     made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
     if isinstance(strategy, HoldsOptimizer):

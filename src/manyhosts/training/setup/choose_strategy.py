@@ -1,7 +1,13 @@
-"""`strategy="auto"`: the simplest way to train that fits into the memory of every worker, the same on all of them."""
+"""The strategy that the settings ask for; for `strategy="auto"` the simplest that fits into every worker's memory.
+
+Where a training would not fit otherwise, memory that is given back goes to the machine at once. The C library of Linux
+keeps pieces of up to 32 MB for later, and in a training that gathers and frees parameters in every step they fit
+nothing else: with 344 MB of tensors such a worker had up to 142 MB of them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
@@ -15,20 +21,104 @@ from torch.utils.data import IterableDataset
 from manyhosts import device
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import Auto
+from manyhosts.config.strategies import DDP, Auto, Single, is_asynchronous
+from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
+from manyhosts.errors import ConfigError
 from manyhosts.planner import fit
 from manyhosts.planner.memory import ModelBytes
+from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.strategy import LooksAhead, Sample, Strategy
+from manyhosts.strategies.table import STRATEGIES
+from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.units import tail_bytes, unit_bytes
-from manyhosts.training.loop.compute import ForwardPass
+from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.training.loop.compute import ForwardPass, pair
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.setup.trained_module import model_of
-from manyhosts.training.telemetry.freed_memory import give_back_at_once, take_from_one_place
 from manyhosts.units import bytes_in_words
+
+
+def make_strategy(settings: Settings, world: World, auditor: Auditor | None = None) -> Strategy:
+    """The strategy that `settings` names.
+
+    Raises:
+        ConfigError: it cannot work with this many workers, or with other settings.
+    """
+    asked = settings.strategy
+    if settings.virtual_workers is not None and (not world.is_shared or isinstance(asked, DDP)):
+        return virtual_workers(settings.virtual_workers, asked, world, auditor)
+    if not world.is_shared and not is_asynchronous(asked):
+        return SingleProcess(world)
+    if isinstance(asked, Single):
+        raise ConfigError(
+            f"strategy 'single' trains in one process, but there are {world.size} workers",
+            where="strategy",
+            fix='leave strategy out, or choose "ddp"',
+        )
+    make = STRATEGIES.load(asked.name)
+    _check_goes_with(settings, make.traits)
+    if world.size == 1 and not make.traits.survives_loss and not is_asynchronous(asked):
+        return SingleProcess(world)  # others come with a new start of all
+    return make(asked, world)
+
+
+def _check_goes_with(settings: Settings, traits: Traits) -> None:
+    """See that a strategy can do what else was asked for.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    name = settings.strategy.name
+    if not traits.synchronous and settings.balance == "speed":
+        raise ConfigError(
+            f"with strategy {name!r} workers step alone and their models count alike, so each must have equally many "
+            "samples",
+            where="balance",
+            fix='leave balance out, or choose strategy="ddp"',
+        )
+    if settings.virtual_workers is not None:
+        why = "lets the workers' models differ" if not traits.synchronous else "cuts the model and its sums"
+        raise ConfigError(
+            f"strategy {name!r} {why}, which virtual workers never do",
+            where="virtual_workers",
+            fix='leave virtual_workers out, or choose "ddp"',
+        )
+    compresses = getattr(settings.strategy, "compression", "none") != "none"
+    if settings.on_bad_step == "skip" and (compresses or not traits.synchronous):
+        raise ConfigError(
+            "a bad step is left out by all, with nothing kept of it; compression and local steps keep some of it",
+            where="on_bad_step",
+            fix='leave compression and local steps out, or use on_bad_step="stop"',
+        )
+    if settings.on_bad_step == "rewind" and not traits.synchronous:
+        raise ConfigError(
+            "with local steps each worker has a gradient of its own, and one alone would find it bad and go back",
+            where="on_bad_step",
+            fix='leave local steps out, or use on_bad_step="stop"',
+        )
+
+
+def virtual_workers(parts: int, strategy: Asked, world: World, auditor: Auditor | None) -> VirtualWorkers:
+    """Virtual workers, with the buckets of the strategy that was asked for.
+
+    Raises:
+        ConfigError: there are more workers than parts, or gradients are to be compressed.
+    """
+    ddp = strategy if isinstance(strategy, DDP) else DDP()
+    if ddp.compression != "none":
+        raise ConfigError(
+            f"compression is {ddp.compression!r}, but virtual workers add every bit of the gradients",
+            where="virtual_workers",
+            fix="leave compression or virtual_workers out",
+        )
+    return VirtualWorkers(parts, world, bucket_mb=ddp.bucket_mb, auditor=auditor)
+
 
 _MOST = float(1 << 52)
 """Bytes, where nobody says how many there are."""
@@ -202,3 +292,67 @@ def _memory_left(world: World, made: nn.Module) -> int:
         return already + device.memory_left(where)
     left = host_state.memory_left(share=world.place.local_size)
     return already + left if left is not None else int(_MOST)
+
+
+def look_ahead(strategy: LooksAhead, compute: ForwardPass, data: Data, settings: Settings) -> None:
+    """Show `strategy` what the model will be called with, where that can be known.
+
+    Raises:
+        ConfigError: the script computes model and loss in one, or asks for what stages cannot do.
+    """
+    name = settings.strategy.name
+    if compute.step is not None:
+        raise ConfigError(
+            f"step= computes model and loss in one, and with strategy {name!r} several workers compute the model",
+            where="mh.Trainer(step=…)",
+            fix="give loss=function(outputs, targets) -> loss in place of it, and batches that are (inputs, targets)",
+        )
+    for key in ("compile", "activation_checkpointing"):
+        if getattr(settings, key):
+            raise ConfigError(
+                f"{key} is asked for, and with strategy {name!r} it has not been tried",
+                where=key,
+                fix="leave it out, or choose another strategy",
+            )
+    if settings.balance == "speed":
+        raise ConfigError(
+            f"with strategy {name!r} several workers compute the same samples, and none of them can take fewer",
+            where="balance",
+            fix="leave balance out, or choose another strategy",
+        )
+    if hasattr(data.train, "shard"):
+        raise ConfigError(
+            f"the train stream offers shard(), and with strategy {name!r} every worker reads the same samples",
+            where="mh.Data(train=…)",
+            fix="give a stream without shard(), a map-style dataset, or choose another strategy",
+        )
+    try:
+        batch = largest_batch(data, settings, 1)
+    except Unknown:
+        return
+    strategy.look(Sample(lambda: pair(batch)[0], compute.context, settings.precision))
+
+
+_MMAP_THRESHOLD, _ARENA_MAX = -3, -8
+"""In the words of glibc's malloc.h."""
+_BYTES = 1 << 20
+
+
+def give_back_at_once() -> None:
+    """From now on, for pieces of a megabyte and more; where the C library has no such choice, nothing."""
+    _set(_MMAP_THRESHOLD, _BYTES)
+
+
+def take_from_one_place() -> None:
+    """From now on, for all threads: otherwise each reserves 64 MB of addresses when it begins, of which it uses little.
+
+    For processes whose addresses are counted (`ulimit -v`).
+    """
+    _set(_ARENA_MAX, 1)
+
+
+def _set(option: int, value: int) -> None:
+    try:
+        ctypes.CDLL(None).mallopt(option, value)
+    except (OSError, AttributeError, TypeError):
+        return

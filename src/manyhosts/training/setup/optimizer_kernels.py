@@ -1,4 +1,4 @@
-"""How an optimizer steps: by which kernels, where the script has not said so, and whether it draws random numbers."""
+"""By which kernels an optimizer steps, where the script has not said so."""
 
 from __future__ import annotations
 
@@ -41,9 +41,3 @@ def fuse(optimizer: Optimizer, *, holds_whole_model: bool) -> None:
         # As if made so, or fp16 waits in each step. On the host it must: the kernel would not wait for what it is told.
         all_on_gpu = all(is_asynchronous(each.device) for group in optimizer.param_groups for each in group["params"])
         optimizer._step_supports_amp_scaling = all_on_gpu  # type: ignore[attr-defined]
-
-
-def may_draw(optimizer: Optimizer) -> bool:
-    """Whether a step of `optimizer` could draw random numbers. PyTorch's own draw none, so they go without a seed."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(hooks) or not type(optimizer).__module__.startswith("torch.optim.")

@@ -1,14 +1,17 @@
-"""What is trained: the model, and with it a loss that has parameters or buffers of its own.
+"""What is trained: the model, and with it a loss that has parameters or buffers of its own; who may call it.
 
 A strategy is given one module to place, sum and average. Where the loss has a state it is the two together, else it is
-the model itself, so that nothing about it changes.
+the model itself, so that nothing about it changes. Where workers exchange something in every forward pass, a worker
+that alone called the model would wait for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from manyhosts.errors import ConfigError, SnapshotError
@@ -117,3 +120,73 @@ def twice(what: str) -> ConfigError:
         where="mh.Trainer(optimizer=…)",
         fix="the params that optimizer is called with hold those of the model and of the loss: add none of them again",
     )
+
+
+_guarded: WeakSet[nn.Module] = WeakSet()
+"""Models that nobody may call alone."""
+_called: WeakSet[nn.Module] = WeakSet()
+"""Of these, the ones that all workers call now, in the same order."""
+
+
+class collective_forward:  # read as a verb: with called_by_all(model)
+    """Within, every worker calls `model` as often as this one."""
+
+    __slots__ = ("_ends", "_model")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._ends = self._model in _guarded and self._model not in _called
+        if self._ends:
+            _called.add(self._model)
+
+    def __exit__(self, *_: object) -> None:
+        if self._ends:
+            _called.discard(self._model)
+
+
+def refuse_other_calls(model: nn.Module) -> None:
+    """From now on a call of `model` from elsewhere ends in a sentence."""
+    _guarded.add(model)
+    # Before the hook that begins to gather: the others would take what it sends for something else.
+    model.register_forward_pre_hook(torch.compiler.disable(_check), prepend=True)
+
+
+def _check(model: nn.Module, inputs: Any) -> None:
+    if model not in _called:
+        raise ConfigError(
+            "the model is called by the script itself, and its parts are gathered only where all workers call it in "
+            "the same order",
+            where="trainer.model(…)",
+            fix="call trainer.predict(dataset, forward=…) on all workers; or make a model of your own and give it what "
+            "mh.load(run_dir) gives, which is the whole",
+        )
+
+
+def summary(model: nn.Module, *, depth: int = 2) -> str:
+    """One row for each module down to `depth`, with what is below it; tied parameters count once, where they are first.
+
+    Shape of a row: name, class, parameters, how many are trained. The last row is the whole, with its bytes.
+    """
+    rows = [("module", "class", "parameters", "trained"), *_rows(model, "", depth, set())]
+    every = list(model.parameters())
+    total, trained = sum(each.numel() for each in every), sum(each.numel() for each in every if each.requires_grad)
+    held = sum(each.numel() * each.element_size() for each in (*every, *model.buffers()))
+    rows.append(("all", f"{held / 1e6:.3g} MB with buffers", f"{total:,}", f"{trained:,}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {of_it:>{widths[3]}}"
+        for name, kind, count, of_it in rows
+    )
+
+
+def _rows(module: nn.Module, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, str, str, str]]:
+    for name, child in module.named_children():
+        new = [each for each in child.parameters() if id(each) not in seen]
+        below = f"{path}{name}"
+        count, trained = sum(e.numel() for e in new), sum(e.numel() for e in new if e.requires_grad)
+        yield below, type(child).__name__, f"{count:,}", f"{trained:,}"
+        if depth > 1:
+            yield from _rows(child, f"{below}.", depth - 1, seen)
+        seen |= {id(each) for each in new}

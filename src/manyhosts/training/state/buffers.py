@@ -1,7 +1,12 @@
-"""The buffers of a model beside its state_dict: those that are not persistent, and what a step has changed of all.
+"""Copies of what a step may change, so that it can be made again: parameters and buffers; buffers in no state_dict.
 
 A forward pass may write into a buffer, or put another tensor in its place. So a buffer is known by the module that
 holds it and its name there, and not by the tensor.
+
+Most parameters are changed by an optimizer. Others are changed by a script's own step itself: a moving average, a
+target network, weights that are clipped by hand; perhaps only from some later step on, and perhaps through `.data`,
+which PyTorch does not count. So before each step every parameter is compared with its copy by a checksum, unless it is
+known to change: those are copied in each step, where they are, and all others once, into the memory of the host.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.layout import without_repeats, write
+from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.snapshot.tensors import can_keep
 
 
@@ -104,3 +110,40 @@ def _memory(tensor: Tensor) -> Tensor:
     """What lies in the memory of `tensor`, each element once: of a lazy conjugate what it is the conjugate of."""
     tensor = tensor.conj() if tensor.is_conj() else tensor
     return without_repeats(tensor._neg_view() if tensor.is_neg() else tensor)
+
+
+class ParameterCopies:
+    """Those of one model, for `put_back`."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.copies: dict[str, Tensor] = {}
+        """By name; on the device of the parameter for those that change, on the host for others."""
+        self.changing: set[str] = set()
+        self._known: dict[str, str] = {}
+        """The checksum of each that has not changed so far."""
+
+    @torch.no_grad()
+    def keep(self, parameters: Mapping[str, nn.Parameter], stepped: Iterable[str]) -> None:
+        """Remember `parameters` as they are now; `stepped`: the names of those that an optimizer changes."""
+        if any(self.parameters.get(name) is not each for name, each in parameters.items()):
+            self.parameters, self.copies, self._known, self.changing = dict(parameters), {}, {}, set(stepped)
+        still = {name: each for name, each in parameters.items() if name not in self.changing}
+        found = tensor_checksums(still)
+        changed = {name for name, each in found.items() if self._known.get(name, each) != each}
+        self.changing |= changed
+        self._known = {name: each for name, each in found.items() if name not in changed}
+        for name in self._known.keys() - self.copies.keys():
+            self.copies[name] = parameters[name].detach().to("cpu", copy=True)
+        moving = [name for name in parameters if name in self.changing]
+        for name in moving:
+            if name not in self.copies or self.copies[name].device != parameters[name].device:
+                self.copies[name] = torch.empty_like(parameters[name])
+        if moving:
+            torch._foreach_copy_([self.copies[name] for name in moving], [parameters[name].detach() for name in moving])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Have every parameter as it was remembered."""
+        for name, each in self.copies.items():
+            self.parameters[name].detach().copy_(each)

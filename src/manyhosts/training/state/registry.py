@@ -18,7 +18,7 @@ from manyhosts.strategies.strategy import Elastic
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.trained_module import load_loss, loss_state
 from manyhosts.training.state.buffers import put_transient, transient
-from manyhosts.training.state.optimizer_names import by_name, load_by_name
+from manyhosts.training.state.optimizer_state import by_name, load_by_name
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.sharded_state import TakenUp, put_cut
 

@@ -19,8 +19,8 @@ from manyhosts.errors import TrainingError
 from manyhosts.events import Note, Recovered
 from manyhosts.snapshot.separate_disks import first_of_disk
 from manyhosts.snapshot.set_aside import newest_step, set_aside
-from manyhosts.training.loop.bad_steps import BadStep
 from manyhosts.training.loop.loop import Loop
+from manyhosts.training.loop.numbers import BadStep
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 

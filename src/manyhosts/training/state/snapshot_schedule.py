@@ -71,6 +71,8 @@ class SnapshotSchedule:
         """The step of the best model that was begun to be written last."""
         self.saved_at = -1
         """The step of the last snapshot that was begun or restored; -1 where it lacks what was found out since."""
+        self.is_writing = True
+        """Whether there may be news of snapshots; always where they are copied elsewhere."""
         self.changes = Changes()
         """What is other than when the snapshot was made that was restored last."""
 
@@ -115,6 +117,7 @@ class SnapshotSchedule:
             by_stage=holding.by_stage,
         )
         self.listen()
+        self.is_writing = True  # the next update lets go of what was copied
 
     def save_alone(self, state: RunState) -> bool:
         """Make a snapshot of what this worker holds, without any other. Whether it is whole now.
@@ -163,6 +166,7 @@ class SnapshotSchedule:
             unchanged_until_update=map(holding.local, _updated(self.parts)),
             by_stage=holding.by_stage,
         )
+        self.is_writing = True
 
     def _weights(self, step: int) -> tuple[dict[str, Any], str]:
         """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart.
@@ -191,6 +195,7 @@ class SnapshotSchedule:
 
     def listen(self) -> None:
         """Tell what became of snapshots whose writing has ended."""
+        self.is_writing = self.second is not None or self.store.under_way is not None
         for news in self.store.finished():
             if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
                 self.newest = news

@@ -13,7 +13,7 @@ from manyhosts.records.metrics import lost_steps
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.loop.loop import Loop
-from manyhosts.training.loop.progress import reached, total_steps
+from manyhosts.training.loop.training import reached, total_steps
 from manyhosts.training.setup.build import Parts, counted_workers
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.run_log import RunLog

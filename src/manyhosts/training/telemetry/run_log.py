@@ -7,6 +7,7 @@ place: it takes over the files, and tells what the last leader had not written.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import socket
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from manyhosts import device
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.config import overrides
 from manyhosts.config.settings import Settings
@@ -40,14 +42,14 @@ from manyhosts.events import (
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
-from manyhosts.records import provenance, run_lock
+from manyhosts.records import first_batch, provenance, run_lock
+from manyhosts.records.line_file import read_from_end
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.run_directory import RunDirectory, content_hash
 from manyhosts.records.run_record import GIVEN, RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
+from manyhosts.snapshot.separate_disks import bring_files, first_of_disk
 from manyhosts.training.consistency.same_given import optimizer_described
-from manyhosts.training.evaluation.kept_pictures import keep_pictures
-from manyhosts.training.state.record_copies import copy_records, restore_records
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 
 _RECENT_EVENTS = 4096
@@ -306,3 +308,70 @@ def from_plain(plain: dict[str, Any]) -> Event:
     if kind is WorkersTimed:
         plain["workers"] = tuple(WorkerTimes(**worker) for worker in plain["workers"])
     return kind(**plain)
+
+
+_NAMES = ("run.json", "metrics.jsonl")
+_NO_RECORD = -1
+
+
+def restore_records(directory: RunDirectory, world: World, step: int) -> None:
+    """Where the leader's record does not reach as far as `step`, and another host's does, or farther, bring that one.
+
+    Every worker calls this at the start, when the run continues after `step`.
+    """
+    own = last_step(directory.metrics) if first_of_disk(world) else _NO_RECORD
+    steps: list[int] = gather_plain(world, own)
+    if steps[0] >= min(step, max(steps)):
+        return
+    source = steps.index(max(steps))
+    has, lacks = world.rank == source, world.is_leader
+    path = directory.path
+    bring_files(path if has else None, path if lacks else None, _NAMES, world, source=source)
+
+
+def last_step(path: Path) -> int:
+    """The last step that the record in `path` has a line of; 0 where it has none, and less where there is no record."""
+    if not path.exists():
+        return _NO_RECORD
+    return next((line["step"] for line in read_from_end(path) if line.get("event") == "step"), 0)
+
+
+def copy_records(directory: RunDirectory, world: World, *, lacks: bool) -> None:
+    """Bring the leader's record to the workers that lack it. Every worker calls this; the leader's is on its disk."""
+    if world.any(lacks):
+        path = directory.path
+        path.mkdir(parents=True, exist_ok=True)
+        bring_files(path if world.is_leader else None, path if lacks else None, _NAMES, world, source=0)
+
+
+_LOG = logging.getLogger("manyhosts")
+
+
+def keep_pictures(batch: Any, path: Path, most: int) -> None:
+    """Put up to `most` pictures of `batch` (on the CPU) at `path`, unless some are there. Never fails."""
+    tensors = [each for each in _members(batch) if isinstance(each, Tensor)]
+    if not tensors or path.exists():
+        return
+    inputs, targets = (_array(each, most) for each in (tensors[0], tensors[1] if len(tensors) > 1 else None))
+    found = first_batch.pictures_of(inputs, targets, most)
+    if found is None:
+        return
+    try:
+        first_batch.write(path, found)
+    except OSError as refused:
+        _LOG.warning("cannot keep pictures of the first batch in %s: %s", path, refused.strerror or refused)
+
+
+def _members(batch: Any) -> list[Any]:
+    """A batch's inputs and targets, in order; nothing of a batch of another form."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    return list(batch[:2]) if isinstance(batch, tuple | list) else []
+
+
+def _array(tensor: Tensor | None, most: int) -> Any:
+    """The first `most` rows for NumPy, which knows no bfloat16; None of what has no rows."""
+    if tensor is None or tensor.dim() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
+        return None
+    rows = tensor[:most].detach().cpu()
+    return (rows.float() if rows.is_floating_point() else rows).numpy()

@@ -1,14 +1,20 @@
-"""The numbers of each step, read when they are there: the loop never waits for a device.
+"""The numbers of each step: read when they are there, since the loop never waits for a device; and found bad or good.
 
-On a CPU they are there at once. On a GPU the copy to the host is queued behind the step, and the numbers are read two
-steps later. The lag is fixed, so whatever is decided by them is decided after the same step on every worker.
+On a CPU they are there at once. On a GPU the copy to the host is queued after the step, and the numbers are read two
+steps later. The lag is fixed, so what is decided by them is decided after the same step on every worker. How long a
+step took is measured by the clock that it ran by: on a GPU by events on its stream, since the host, which only queues
+the work, has finished a step long before the GPU has.
 
-How long a step took is told by the clock that it ran by: on a GPU by events on its stream, since the host, which only
-queues the work, is done with a step long before the GPU is.
+To stop at a loss or a gradient that is NaN or infinite, or to go back to a snapshot, costs nothing. To leave a step out
+its numbers must be known before the update; on a CPU they are, and for a GPU this is one wait per step. A run that
+stops looks at no gradient that is not clipped, because that would cost every step something. A gradient that is NaN
+under a finite loss then gets into the weights. It shows in the next loss, or where weights are looked at before they
+are kept: see `finite`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +27,8 @@ from torch import Tensor
 from manyhosts.data.order import Indices
 from manyhosts.device import Event, is_asynchronous, module
 from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.training.setup.build import Parts
+from manyhosts.training.state.buffers import BufferCopies
 
 LAG_ON_GPU = 2
 
@@ -91,7 +99,8 @@ class DeferredMetrics:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lag = LAG_ON_GPU if is_asynchronous(device) else 0
+        self.is_asynchronous = is_asynchronous(device)
+        self.lag = LAG_ON_GPU if self.is_asynchronous else 0
         self.pending: deque[_Pending | StepMetricValues] = deque()
         self._began: Event | None = None
         self._data_waits: list[tuple[Event, Event]] = []
@@ -123,7 +132,7 @@ class DeferredMetrics:
     ) -> None:
         """Take the numbers of one more step, without waiting for them."""
         values, control_flags, unsettled = outcome.values, outcome.control_flags, outcome.unsettled
-        if not is_asynchronous(self.device):
+        if not self.is_asynchronous:
             known = control_flags.tolist() if isinstance(control_flags, Tensor) else control_flags
             numbers = {name: value.item() for name, value in values.items()}
             self.pending.append(
@@ -213,3 +222,94 @@ def _by_device(pending: _Pending) -> HostTiming:
 def _between(pairs: Sequence[tuple[Event, Event]]) -> float:
     """The seconds from the first to the second of each pair of events."""
     return sum(before.elapsed_time(after) for before, after in pairs) / 1000
+
+
+SHOW_NORM_EVERY = 20
+"""Steps from one norm that is only shown to the next: to find it takes a tenth of a small model's step."""
+
+
+class BadStep(Exception):
+    """A step went wrong, and all workers, who see the same numbers, are to go back behind it."""
+
+    def __init__(self, step: int, trouble: str, where: str) -> None:
+        super().__init__(step, trouble, where)
+        self.step, self.trouble, self.where = step, trouble, where
+
+
+class BadSteps:
+    """Watches one loop. Every worker sees the same numbers, so all find the same steps bad."""
+
+    def __init__(self, parts: Parts, choice: str, *, clips: bool) -> None:
+        """`choice`: the setting `on_bad_step`. `clips`: whether gradients are clipped, by their norm."""
+        self.parts = parts
+        self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
+        self.judges_norm = clips or self.rewinds
+        """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
+        self.on_cpu = parts.world.device.type == "cpu"
+        self.drifts = not parts.strategy.traits.synchronous
+        """Whether each worker has a gradient of its own, of which the others know nothing."""
+        self.scaled = parts.precision.scaler is not None
+        """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
+        self.buffers = BufferCopies(parts.trained) if self.leave_out else None
+        self.bad_norms: dict[int, float] = {}
+        """Of steps that were left out, until they are told."""
+
+    def watched(self, norm: Tensor | None) -> Tensor | None:
+        """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
+        return self._norm() if self.rewinds and norm is None and not self.scaled else norm
+
+    def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
+        """Whether `step`, just computed, must not change the model. Buffers are then as they were before it."""
+        if not self.leave_out:
+            # On a CPU the numbers are there already, so a run that is to stop keeps the weights of before.
+            return self.on_cpu and not self.rewinds and not self._are_finite(loss, norm)
+        good = bool(loss.isfinite())
+        if good and not self.scaled:
+            found = self._norm() if norm is None else norm
+            good = bool(found.isfinite())
+            if not good:
+                self.bad_norms[step] = found.item()
+        if not good and self.buffers:
+            self.buffers.put_back()
+        return not good and not self.scaled
+
+    def shown(self, step: int, norm: Tensor | None) -> Tensor | None:
+        """The norm that is told of `step`, whose gradient is whole: now and then also where nobody clips by it."""
+        if norm is not None or step % SHOW_NORM_EVERY != 1:
+            return norm
+        gradients = (parameter.grad for parameter in self.parts.trained.parameters())
+        if any(each is not None and each.is_sparse for each in gradients):
+            return None
+        self.parts.precision.unscale(self.parts.optimizer)
+        return self._norm()
+
+    def _are_finite(self, loss: Tensor, norm: Tensor | None) -> bool:
+        if norm is None or self.scaled or self.drifts:
+            return math.isfinite(loss.item())
+        return math.isfinite(loss.item()) and math.isfinite(norm.item())
+
+    def _norm(self) -> Tensor:
+        return self.parts.strategy.norm(self.parts.trained)
+
+    def trouble(self, numbers: StepMetricValues) -> str:
+        """What is wrong with a step, in words; empty where nothing is."""
+        loss = numbers.values["loss"]
+        norm = self.bad_norms.pop(numbers.facts.step, numbers.gradient_norm if self.judges_norm else None)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if norm is not None and not math.isfinite(norm) and not self.scaled and not self.drifts:
+            return f"the norm of the gradient is {norm}"
+        return ""
+
+
+def named(indices: Indices, shards: int, most: int = 64) -> str:
+    """The samples of a step, the first ones of many; of a stream in shards each by its place in its shard."""
+    chosen = indices[:most].tolist()
+    more = ", …" if len(indices) > most else ""
+    if shards < 2:
+        return f"samples [{', '.join(map(str, chosen))}{more}]"
+    places: dict[int, list[int]] = {}
+    for number in chosen:
+        places.setdefault(number % shards, []).append(number // shards)
+    found = ", ".join(f"{each} of shard {shard}" for shard, each in places.items())
+    return f"samples {found}{more}, of {shards} shards"

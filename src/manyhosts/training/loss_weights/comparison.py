@@ -17,7 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,11 +49,8 @@ OTHER_AGAIN = "it has another value when it is computed again"
 SURE = 1e-6
 """What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
 _MOST_COPIED = 1 << 28
-"""Elements that are copied for a look; parameters that are trained are shared with the copy."""
-_HOOKS = {
-    "_backward_hooks": Tensor.register_hook,
-    "_post_accumulate_grad_hooks": Tensor.register_post_accumulate_grad_hook,
-}
+"""Elements of parameters that are copied for a look in float64; others share those of the model."""
+_HOOKS = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
 """Where tensors keep hooks, and how they are given one."""
 _MOST_GRADIENT = 1 << 22
 """Elements of gradients that are compared; more where the first parameter has more."""
@@ -129,69 +126,55 @@ def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = 
                 raise NotTried(f"a forward pass has fewer than {look.least} samples")
             make = _parts_of(look, piece)
             with _shown(look) as module:
-                Comparison(look, module, seen).run(piece.batch, count, make, rule)
-            return _surely(look, seen, make, rule)
+                Comparison(look, module, seen).run(count, make, rule)
+            size = sum(map(Tensor.numel, look.module.parameters()))
+            if seen.off > SURE and look.copies and size <= _MOST_COPIED:  # there is a difference: it may be rounding
+                exact = Seen(names=seen.names)
+                with suppress(Exception), _shown(look, double=True) as module:
+                    Comparison(look, module, exact, double=True).run(count, make, rule)
+                    seen = exact  # else something is made in float32, and does not go with float64
         except Exception as error:
             # Where workers exchange something, collectives would not match; a loss that differentiates itself fails
             # alike on all of them.
             if not (look.copies or isinstance(error, NotTried) or "does not require grad" in str(error)):
                 raise
-            seen.because = words(error)
+            raised = f"a part of a batch raises {type(error).__name__}: {first_line(error)[:160]}"
+            seen.because = str(error) if isinstance(error, NotTried) else raised
     return seen
 
 
-def _surely(look: Look, seen: Seen, make: MakeBatch, rule: Rule | None) -> Seen:
-    """The same in float64, where there were differences that may or may not be rounding."""
-    is_large = sum(map(Tensor.numel, look.module.parameters())) > _MOST_COPIED
-    if seen.off <= SURE or not look.copies or is_large:
-        return seen
-
-    def doubled(begin: int, end: int) -> Any:
-        return mapped(make(begin, end), lambda each: each.double() if each.is_floating_point() else each)
-
-    exact, default = Seen(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with _shown(look, shares=False) as module:
-            module.to(torch.float64)
-            Comparison(look, module, exact).run(doubled(0, seen.samples), seen.samples, doubled, rule)
-    except Exception:  # something is made in float32, and does not go with float64
-        return seen
-    finally:
-        torch.set_default_dtype(default)
-    beside = {**seen.beside, CHANGES_GRADIENTS: exact.beside.get(CHANGES_GRADIENTS, "")}
-    return replace(exact, because=seen.because, names=seen.names, beside=beside)
-
-
 @contextmanager
-def _shown(look: Look, *, shares: bool = True) -> Iterator[nn.Module]:
-    """A copy whose modules are in training mode where the script has written them. It `shares` what is trained.
+def _shown(look: Look, *, double: bool = False) -> Iterator[nn.Module]:
+    """A copy whose modules are in training mode where the script has written them; its parameters are the model's own.
 
-    Without copies the model, in evaluation mode.
+    With `double` it has its own, and all is computed in float64. Without copies it is the model, in evaluation mode.
     """
     module = look.module
     if not look.copies:
         with in_evaluation(module), acting(_AsEvaluated()):
             yield module
         return
-    if sum(each.numel() for each in module.parameters() if not each.requires_grad) > _MOST_COPIED:
-        raise NotTried("its frozen parameters are too large for a copy")
-    # Others that share their memory: gradients and hooks stay with those that are trained.
-    trained = [each for each in module.parameters() if shares and each.requires_grad]
-    plain = {id(each): nn.Parameter(each.detach()) for each in trained if type(each) is nn.Parameter}
-    known: dict[int, Tensor] = {id(each): plain.get(id(each), each) for each in trained}
+    # Others that share their memory: gradients and hooks stay with those of the model.
+    known: dict[int, Tensor] = {id(each): each for each in module.parameters() if not double}
+    for key, each in known.items():
+        known[key] = nn.Parameter(each.detach(), each.requires_grad) if type(each) is nn.Parameter else each
     copied = copy.deepcopy(module, known | without_graph(module))
     for each, own in zip(copied.parameters(), module.parameters(), strict=True):
         for kind, register in _HOOKS.items() if each is not own else ():
             for hook in (getattr(own, kind, None) or {}).values():
                 if not str(getattr(hook, "__module__", "")).startswith("manyhosts."):  # else those of a strategy
-                    register(each, hook)
+                    getattr(each, register)(hook)
     prepare(copied)  # copies are of PyTorch's own classes
     for part in copied.modules():
         part.training = any(part.children()) or not type(part).__module__.startswith("torch.")
     model_of(copied).training = True
-    with acting(_AsEvaluated()):
-        yield copied
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if double else default)
+    try:
+        with acting(_AsEvaluated()):
+            yield copied.double() if double else copied
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _parts_of(look: Look, piece: LoadedPiece) -> MakeBatch:
@@ -237,46 +220,41 @@ class _AsEvaluated:
 class Comparison:
     """The passes of one look, all through one module."""
 
-    def __init__(self, look: Look, module: nn.Module, seen: Seen) -> None:
-        """Note how all is before the first pass. What is found is written into `seen`."""
-        self.look, self.module, self.seen = look, module, seen
+    def __init__(self, look: Look, module: nn.Module, seen: Seen, *, double: bool = False) -> None:
+        """Note how all is before the first pass. What is found is written into `seen`. `double`: in float64."""
+        self.look, self.module, self.seen, self.double = look, module, seen, double
         self.places = HeldValues(module, look.forward.step, look.forward.loss)
         self.held = self.places.now()
         if not look.copies and self.places.asks_for_training:
             seen.because = "the model asks for it, and its workers exchange something in each forward pass"
         self.parameters = dict(module.named_parameters())
-        there = ((name, each) for name, each in module.named_buffers() if not each.is_meta)  # else another stage has it
-        self.buffers = {name: (each, each.clone()) for name, each in there}
-        norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-        self.of_norms = {id(each) for norm in norms for each in norm.buffers(recurse=False)}
+        there = [each for each in module.buffers() if not each.is_meta]  # else another stage has it
+        self.buffers = [(each, each.clone()) for each in there]
 
-    def run(self, batch: Any, count: int, make: MakeBatch, given: Rule | None) -> None:
-        """See what a `batch` of `count` samples is beside its parts, by the rule that is `given`.
+    def run(self, count: int, make: MakeBatch, given: Rule | None) -> None:
+        """See what a batch of `count` samples is beside its parts, by the rule that is `given`.
 
         Raises:
             NotTried: that is not to be seen.
         """
         cut = max(2, (count - 1) // 2) if count > 3 else 1  # uneven, and seldom as many as something has features
-        fixed = (each for each in self.parameters.values() if not each.requires_grad)
-        own = [*self.module.buffers(), *fixed] if self.look.copies else None
-        self.draws = SetDraws(0.3, {count, cut, count - cut}, own)
+        sizes = (cut, count - cut)
+        self.draws = SetDraws(0.3, {count, *sizes}, self.module.buffers() if self.look.copies else None)
         try:
-            whole = self._whole(batch, count)
-            parts = [(make(0, cut), cut), (make(cut, count), count - cut)]
-            losses = self._losses(whole, made := make(0, count), [part for part, _ in parts])
+            whole = self._whole(batch := make(0, count), count)
+            parts = [make(0, cut), make(cut, count)]
+            losses = self._losses(whole, make(0, count), parts)
             if self.draws.left:
                 raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")
             rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
-            counts = {
-                name: [counted(rule, part) if rule else {"": float(size)} for part, size in parts]
-                for name, rule in rules.items()
-            }
+            counts = {name: [counted(rule, each) for each in parts] for name, rule in rules.items() if rule}
+            counts = {name: counts.get(name) or [{"": float(each)} for each in sizes] for name in rules}
             self._compare(count, whole, losses, counts)
-            if self.look.gradients and self.look.copies and self.seen.holds and list(whole) == [""]:
-                own_counts = [each[""] for each in counts[self.seen.holds[0]]]
-                shares = [count / sum(own_counts) for count in own_counts]
-                self._compare_gradients(made, [(part, share) for (part, _), share in zip(parts, shares, strict=True)])
             self.seen.samples = count
+            if self.look.gradients and torch.is_grad_enabled() and self.seen.holds and list(whole) == [""]:
+                own = [each[""] for each in counts[self.seen.holds[0]]]
+                shares = [each / sum(own) for each in own]
+                self._compare_gradients(make(0, count), list(zip(parts, shares, strict=True)))
         finally:
             self._begin()
 
@@ -304,7 +282,7 @@ class Comparison:
     def _losses(self, whole: Losses, again: Any, parts: Sequence[Any]) -> list[Losses]:
         """Those of the parts; and see whether anything is other after a second pass over the same batch."""
         first, one = self.places.now(), [{"": 1.0}]
-        second, then = self._loss(again, begins=False), self.places.now()
+        second, then = self._loss(again, kept=True), self.places.now()
         matters = _difference(whole, [second], one)[0] > SURE
         if matters and _difference(whole, [self._loss(again)], one)[0] > SURE:
             raise NotTried(OTHER_AGAIN)
@@ -318,9 +296,7 @@ class Comparison:
         }
         return losses
 
-    def _compare(
-        self, count: int, whole: Losses, losses: Sequence[Losses], counts: Mapping[str, Sequence[Losses]]
-    ) -> None:
+    def _compare(self, count: int, whole: Losses, losses: Sequence[Losses], counts: Mapping[str, Any]) -> None:
         """See by which of the rules that `counts` are of the loss is a mean."""
         seen, found = self.seen, {name: _difference(whole, losses, each) for name, each in counts.items()}
         _, at_once, by_parts = next(iter(found.values()))
@@ -331,18 +307,13 @@ class Comparison:
 
     def _compare_gradients(self, batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
         """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts."""
-        seen = self.seen
         together = [parts] if self.look.accumulates else [[each] for each in parts if each[1]]
-        try:
-            whole, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
-        except Exception as error:
-            seen.because = words(error)
-            return
+        whole, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
         size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (whole, *pieces)) or 1.0
         off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in whole.items()}
         worst = max(off, key=off.__getitem__, default="")
-        seen.off = max(seen.off, off.get(worst, 0.0))
-        seen.beside[CHANGES_GRADIENTS] = worst if off.get(worst, 0.0) > self._rounding() else ""
+        self.seen.off = max(self.seen.off, off.get(worst, 0.0))
+        self.seen.beside[CHANGES_GRADIENTS] = worst * (off.get(worst, 0.0) > self._rounding())
 
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
@@ -374,40 +345,35 @@ class Comparison:
             return 3e-2
         return SURE if torch.get_default_dtype() == torch.float64 else 1e-4 if self.look.device.type == "cpu" else 3e-3
 
-    def _begin(self, *, norms_alone: bool = False) -> None:
-        """Have all as it was before the first pass."""
+    def _begin(self, *, kept: bool = False) -> None:
+        """Have all as it was before the first pass; but for what is `kept` in plain Python."""
         with torch.no_grad():
-            for each, before in self.buffers.values():
-                if (not norms_alone or id(each) in self.of_norms) and not torch.equal(before, each):
+            for each, before in self.buffers:
+                if not torch.equal(before, each):
                     each.copy_(before)  # an expanded one, which nothing writes to, could not be written to
-        if not norms_alone:
+        if not kept:
             self.places.put_back(self.held)
 
-    def _loss(self, batch: Any, *, begins: bool = True) -> dict[str, float]:
-        """The loss, or several by name; with all that is kept as it `begins`."""
-        values = self._values(batch, begins=begins)
+    def _loss(self, batch: Any, *, kept: bool = False) -> dict[str, float]:
+        """The loss, or several by name."""
+        values = self._values(batch, kept=kept)
         return {name: float(each.detach()) for name, each in (terms_of(values) or {"": values["loss"]}).items()}
 
-    def _values(self, batch: Any, *, begins: bool = True) -> Mapping[str, Tensor]:
-        self._begin(norms_alone=not begins)
+    def _values(self, batch: Any, *, kept: bool = False) -> Mapping[str, Tensor]:
+        self._begin(kept=kept)
         draws = self.draws
         draws.may_write(tensor for each in self.held.values() for tensor in each.tensors())  # as put back
         randomness.seed_compute(0)
         with draws, collective_forward(model_of(self.module)):
-            on_device = mapped(batch, lambda tensor: tensor.to(self.look.device, copy=True))
-            values = self.look.forward.values(self.module, on_device)
+            batch = mapped(batch, lambda each: each.to(self.look.device, copy=True))
+            if self.double:
+                batch = mapped(batch, lambda each: each.double() if each.is_floating_point() else each)
+            values = self.look.forward.values(self.module, batch)
         drawn = (torch.get_rng_state(), *(draws.ends or randomness.states()[1:]))
         if randomness.drawn_since(drawn):  # one number for each sample, which those of a part are not
             draws.left = draws.left or "numpy.random or random"
         draws.ends = drawn[1:]
         return values
-
-
-def words(error: Exception) -> str:
-    """Why a pass could not be tried."""
-    if isinstance(error, NotTried):
-        return str(error)
-    return f"a part of a batch raises {type(error).__name__}: {first_line(error)[:160]}"
 
 
 def _difference(whole: Losses, losses: Sequence[Losses], counts: Sequence[Losses]) -> tuple[float, float, float]:

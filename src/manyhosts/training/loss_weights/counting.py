@@ -18,14 +18,12 @@ from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loss_weights import comparison
 from manyhosts.training.loss_weights.comparison import Look, Seen, look_at
-from manyhosts.training.loss_weights.weighing import LOOKED_FOR, Rule
+from manyhosts.training.loss_weights.weighing import LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
 ALL_SAMPLES, NO_MEAN = "all samples", "no mean"
 """What is known of a loss that counts labels, too, that are left out; and of one that follows no rule."""
-GIVEN = "weight"
-"""What `RunState.counts_by` says where the user has given a rule, and it has been looked at."""
 _COUNTS_WORKERS_ALIKE = (
     "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
     "count more than those of another"
@@ -36,8 +34,8 @@ that of all samples in a piece of 16."""
 _SOON = (10, 100)
 """Steps that are looked at beside every `look_every`-th."""
 
-
 KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
+_OR_ELSE = 'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"'
 _FIXES = {
     comparison.IN_CHUNKS: (
         "the BatchNorm {!r} is called several times in a forward pass, with a part of the samples each time: over "
@@ -49,23 +47,22 @@ _FIXES = {
         "the gradient of {!r} over some samples is not the mean of those over parts of them, though the loss "
         "is: a hook, or a backward pass of the script's own, changes it by what it sees, which is a piece of a batch",
         "leave it to clip_gradients, or to a hook of the optimizer (register_step_pre_hook): these see the sum "
-        'over all pieces; or train in one piece; or say that it is meant so: weight="samples"',
+        f"over all pieces; or {_OR_ELSE}",
     ),
     comparison.KEEPS_STATE: (
         KEPT + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
         "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
-        "buffer, and sum over the workers what goes into it; or train in one piece (one worker, no micro_batch_size)",
+        f"buffer, and sum over the workers what goes into it; or {_OR_ELSE}",
     ),
     "mixes samples": (
         "{}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
         "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
-        'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"',
+        f"or {_OR_ELSE}",
     ),
     "is no mean": (
         "{}",
         "give weight=function(batch) -> what a piece counts in the mean (tokens, class weights; for several losses "
-        "a number for each, by name); or train in one piece (one worker, no micro_batch_size); or say that samples are "
-        'to be counted all the same: weight="samples"',
+        f"a number for each, by name); or {_OR_ELSE}",
     ),
 }
 """What is refused where a batch is cut, the first of these: in words, and what to do."""
@@ -95,12 +92,12 @@ class LossWeights:
         if not self.settled or later:
             step = self.looked_at(step, first=not self.settled)
             self.settled = True
-        if weighing.counts_samples:
+        if weighing.rule is None and not weighing.checks:
             return step, None
         weighed, weight = weighing.of(step, number)
-        traits = self.parts.strategy.traits
-        meets = isinstance(self.parts.batch_norm, GlobalBatch) or traits.communicates_in_forward
-        if not (meets or traits.computes_fixed_parts):  # what counts nothing is computed only for collectives within
+        meets, traits = isinstance(self.parts.batch_norm, GlobalBatch), self.parts.strategy.traits
+        # What counts nothing is computed only for collectives within.
+        if not (meets or traits.communicates_in_forward or traits.computes_fixed_parts):
             weighed = replace(weighed, pieces=[each for each in weighed.pieces if each.plan.weight])
         return weighed, weight if weighing.rule is not None else None
 
@@ -114,23 +111,39 @@ class LossWeights:
         known = weighing.knows or weighing.classes is not None
         if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
-        look, finds = self.look_of(step, gradients=first and self.cuts), first and not known and not state.counts_by
+        source, settings, traits = self.parts.source, self.settings, self.parts.strategy.traits
+        copies, finds = not traits.communicates_in_forward, first and not known and not state.counts_by
+        own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
+        micro = min(own, settings.micro_batch_size or own)
+        look = Look(
+            self.parts.compute,
+            self.parts.trained,
+            world.device,
+            step.epoch,
+            source.loader.fetcher if isinstance(source, IndexedSource) else None,
+            copies=copies,
+            gradients=first and self.cuts,
+            accumulates=settings.virtual_workers is not None or micro < own,
+            in_halves=gathers_rounded(settings.strategy),
+            least=4 if traits.computes_in_stages else 2,
+        )
         pieces: list[LoadedPiece] = []
-        if look.copies:
+        if copies:
             pieces = step.fetched(None if first and weighing.must_look else 1)
             step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
-        looked = [each for each in pieces[:1] if len(each.plan.indices) > 1] or self.alike(step, look) or pieces[:1]
+        looked = [each for each in pieces[:1] if len(each.plan.indices) > 1] or _alike(step, look, micro) or pieces[:1]
         if first and weighing.must_look:
             weighing.look_at_targets(pieces or looked)
         if self.cuts or not known:  # else it was only to be seen which targets count
             rule = weighing.classes or weighing.rule or (None if known else LOOKED_FOR.get(state.counts_by))
             # By one worker, or by all where they compute together: such a model has little room.
-            wide = (_WIDE * world.is_leader if look.copies else 2) if finds and self.cuts else 0
-            self.heed(find_mean(look, looked, world, rule, self.alike(step, look, wide)), known, finds)
+            wide = (_WIDE * world.is_leader if copies else 2) if finds and self.cuts else 0
+            self.heed(find_mean(look, looked, world, rule, _alike(step, look, wide * micro)), known, finds)
         if first and weighing.said is None and not known:
-            weighing.use(state.counts_by)
+            weighing.rule = LOOKED_FOR.get(state.counts_by)
+            weighing.guard = has_ignored if state.counts_by == "samples" else None
         weighing.checks = self.cuts and weighing.said is None
-        if first and weighing.rule is not None and isinstance(self.settings.strategy, DiLoCo) and world.size > 1:
+        if first and weighing.rule is not None and isinstance(settings.strategy, DiLoCo) and world.size > 1:
             world.notes.append(_COUNTS_WORKERS_ALIKE)
         return step
 
@@ -145,17 +158,19 @@ class LossWeights:
         parts, notes = self.parts, self.parts.world.notes
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.samples
         found = choose(seen) if finds else self.state.counts_by or "samples"
-        what, keeps = no_mean(seen, given=given), seen.beside.get(comparison.KEEPS)
+        keeps = seen.beside.get(comparison.KEEPS)
+        what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
+        what += f": {seen.values}, so it depends on how a batch is cut"
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
-        chunks = seen.beside.get(comparison.IN_CHUNKS, "") * isinstance(parts.batch_norm, GlobalBatch)
-        seen.beside |= {
-            "mixes samples": what * (known and not is_mean),
-            "is no mean": what * guessed_wrong,
-            comparison.IN_CHUNKS: chunks,
-        }
+        wrong = {**seen.beside, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
+        if not isinstance(parts.batch_norm, GlobalBatch):
+            wrong[comparison.IN_CHUNKS] = ""
         self.moves = seen.because == comparison.OTHER_AGAIN
-        if self.cuts:
-            refuse(seen, own="loss" if parts.compute.step is None else "step")
+        for kind, (text, fix) in _FIXES.items() if self.cuts else ():
+            if found_in := wrong.get(kind):
+                of_loss = "loss" if parts.compute.step is None else "step"
+                where = f"mh.Trainer({of_loss if kind == 'is no mean' else 'model'}=…)"
+                raise ConfigError(text.format(found_in), where=where, fix=fix)
         if keeps and self.cuts:
             seen.because = seen.because or f"{KEPT.format(keeps)}, and what it changes later is not known"
         elif keeps:
@@ -169,54 +184,29 @@ class LossWeights:
         elif finds and found in LOOKED_FOR and not given:
             among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
             notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
-        self.state.counts_by = GIVEN if given else found
-        if seen.because and self.cuts:
-            self.tell("not tried", not_tried(seen))
-        else:
-            self.tell(*(("mean", "") if is_mean else ("no mean", what)))
+        self.state.counts_by = "weight" if given else found
+        outcome = ("mean", "") if is_mean else ("no mean", what)
+        self.tell(*(("not tried", not_tried(seen)) if seen.because and self.cuts else outcome))
 
     def tell(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
-        if outcome == "not tried" and self.said != (outcome, text):
-            self.parts.world.notes.append(text)
         if self.said != (outcome, text):
+            self.said = outcome, text
+            self.parts.world.notes += [text] * (outcome == "not tried")
             self.parts.world.news.append(partial(LossLooked, outcome=outcome, text=text))
-        self.said = outcome, text
-
-    def alike(self, step: Step, look: Look, pieces: int = 1) -> list[LoadedPiece]:
-        """One of the samples of so many pieces, the same on every worker that asks for it; none of a stream."""
-        if look.fetcher is None or not pieces:
-            return []
-        indices = step.taken[: max(look.least, pieces * min(self.own, self.settings.micro_batch_size or self.own))]
-        return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), look.fetcher(step.epoch, indices))]
-
-    @property
-    def own(self) -> int:
-        """Samples of a batch that one worker computes."""
-        return -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
 
     @property
     def cuts(self) -> bool:
         """Whether a batch may be computed in several pieces."""
-        settings = self.settings
-        in_parts = max(self.parts.world.size, settings.virtual_workers or 1) > 1
-        return in_parts or (settings.micro_batch_size or self.parts.batch) < self.parts.batch
+        in_parts = max(self.parts.world.size, self.settings.virtual_workers or 1) > 1
+        return in_parts or (self.settings.micro_batch_size or self.parts.batch) < self.parts.batch
 
-    def look_of(self, step: Step, *, gradients: bool) -> Look:
-        """What is looked at before `step`; `gradients`, too."""
-        parts, source, settings, traits = self.parts, self.parts.source, self.settings, self.parts.strategy.traits
-        return Look(
-            parts.compute,
-            parts.trained,
-            parts.world.device,
-            step.epoch,
-            source.loader.fetcher if isinstance(source, IndexedSource) else None,
-            copies=not traits.communicates_in_forward,
-            gradients=gradients,
-            accumulates=settings.virtual_workers is not None or (settings.micro_batch_size or self.own) < self.own,
-            in_halves=gathers_rounded(settings.strategy),
-            least=4 if traits.computes_in_stages else 2,
-        )
+
+def _alike(step: Step, look: Look, samples: int) -> list[LoadedPiece]:
+    """A piece of so many samples, the same on every worker that asks for it; none of a stream."""
+    indices = step.taken[: max(look.least, samples)]
+    fetched = [] if look.fetcher is None or not samples else [look.fetcher(step.epoch, indices)]
+    return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), batch) for batch in fetched]
 
 
 def find_mean(
@@ -228,10 +218,11 @@ def find_mean(
     that fails.
     """
     mine = [look_at(look, piece, rule) for piece in own if piece.plan.weight]
-    plain = replace(look, gradients=False)
-    mine += [each for piece in wide if (each := look_at(plain, piece, rule, graph=False)).samples]
+    mine += [each for piece in wide if (each := look_at(look, piece, rule, graph=False)).samples]
     reported = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
     seen = [each for each in reported if each.samples]
+    if not look.copies and len(seen) < len(reported):  # what one of them cannot try, none has: each pass is of them all
+        seen = []
     none = "" if seen else "no forward pass has two samples, or they come once, from a stream"
     shown = max(seen or [Seen()], key=lambda each: each.off)
     return replace(
@@ -254,13 +245,6 @@ def choose(seen: Seen) -> str:
     return next((name for name in names if name in seen.holds), NO_MEAN)
 
 
-def no_mean(seen: Seen, *, given: bool = False) -> str:
-    """What is wrong with such a loss, in a sentence. `given`: the user has given a weight."""
-    if given:
-        return f"with this weight the loss is no mean: {seen.values}"
-    return f"the loss is no mean over the samples: {seen.values}, so it depends on how a batch is cut"
-
-
 def not_tried(seen: Seen) -> str:
     """What is said of a loss that could not be looked at, or not in training mode."""
     mode = " in training mode" if seen.samples and not seen.beside.get(comparison.KEEPS) else ""
@@ -269,15 +253,3 @@ def not_tried(seen: Seen) -> str:
         'one worker with one on two, give weight=function(batch) -> what it counts, or weight="samples" where you know '
         "that it is"
     )
-
-
-def refuse(seen: Seen, *, own: str) -> None:
-    """Refuse the first of `_FIXES` that there is in `seen`; `own`: the argument that the script computes its loss in.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for kind, (what, fix) in _FIXES.items():
-        if found := seen.beside.get(kind):
-            where = own if kind == "is no mean" else "model"
-            raise ConfigError(what.format(found), where=f"mh.Trainer({where}=…)", fix=fix)

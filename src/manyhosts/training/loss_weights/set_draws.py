@@ -7,7 +7,7 @@ the mean over its parts, as it is without draws, and a sum is not. Whether an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,9 +52,12 @@ class SetDraws(TorchDispatchMode):
         """
         given = kwargs or {}
         own = self._own
-        if own is not None and func._schema.is_mutable and not own.issuperset(_written(func, args, given)):
-            what = f"torch.{_name(func)} changes a tensor that outlasts the pass"
-            raise NotTried(f"a forward pass would change what is to be kept: {what}")
+        if own is not None and func._schema.is_mutable:
+            named, arguments = _by_name(func, args, given), func._schema.arguments
+            written = [named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write]
+            if not own.issuperset(map(_memory, tensors_in(written))):
+                what = f"torch.{_name(func)} changes a tensor that outlasts the pass"
+                raise NotTried(f"a forward pass would change what is to be kept: {what}")
         found = self._called(func, args, given)
         if own is not None and not any(each.alias_info for each in func._schema.returns):
             own.update(map(_memory, tensors_in(found)))
@@ -69,7 +72,9 @@ class SetDraws(TorchDispatchMode):
         # What is left out of an operator that has dropout within (attention, recurrent layers) draws nothing.
         if dropout := named.keys() & {"dropout_p", "dropout"}:
             return func(**{**named, dropout.pop(): 0.0})
-        made = self._made(_name(func).removesuffix("_"), named)
+        name = _name(func).removesuffix("_")
+        chosen_from = named["self"].shape[-1] if name == "multinomial" else named.get("n", named.get("high"))
+        made = _MADE[name](named, self.value) if name in _MADE and chosen_from not in self.sizes else None
         own, before = named.get("generator"), _generators()
         kept = None if own is None else own.get_state()
         found = func(*args, **given)
@@ -84,13 +89,6 @@ class SetDraws(TorchDispatchMode):
             return made.clone(), torch.ones_like(found[1])
         return found.copy_(torch.as_tensor(made))
 
-    def _made(self, name: str, given: Mapping[str, Any]) -> Any:
-        """What stands for the draws of an operator that is given this; None where that is not known."""
-        chosen_from = given["self"].shape[-1] if name == "multinomial" else given.get("n", given.get("high"))
-        if name not in _MADE or chosen_from in self.sizes:
-            return None
-        return _MADE[name](given, self.value)
-
 
 class NotTried(Exception):
     """Why a look cannot be tried, in words."""
@@ -98,14 +96,6 @@ class NotTried(Exception):
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-    """The memory that an operator writes into."""
-    named = _by_name(func, args, kwargs)
-    for each in func._schema.arguments:
-        if each.alias_info is not None and each.alias_info.is_write:
-            yield from map(_memory, tensors_in(named[each.name]))
 
 
 HALVES = (torch.bfloat16, torch.float16)

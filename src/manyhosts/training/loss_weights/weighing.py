@@ -114,10 +114,9 @@ def class_mean(loss: Any) -> TargetMean | None:
 
 def is_plain(loss: Any) -> bool:
     """Whether `loss` is one of PyTorch's own, which but for those by class are all means over samples of one size."""
-    if isinstance(loss, nn.Module):
-        return type(loss).__module__ == "torch.nn.modules.loss"
     function, _ = _function(loss)
-    return getattr(functional, getattr(function, "__name__", ""), None) is function
+    is_function = getattr(functional, getattr(function, "__name__", ""), None) is function
+    return is_function or type(loss).__module__ == "torch.nn.modules.loss"
 
 
 def refuse_sum(loss: Any) -> None:
@@ -173,12 +172,10 @@ class Weighing:
         plain = self.said is None and self.classes is None and loss is not None and is_plain(loss)
         self.knows = self.said == "samples" or all_count is True or plain
         """Whether no worker need look at the loss."""
-        self.rule: Rule | None = None if self.said in (None, "samples") else self.said  # type: ignore[assignment]
+        self.rule: Rule | None = self.said if callable(self.said) else self.classes if all_count is False else None
         """What a piece counts; None: its samples."""
         self.must_look = self.classes is not None and all_count is None
         """Whether only batches show if targets are left out."""
-        if all_count is False:
-            self.rule = self.classes
         self.checks = False
         """Whether pieces that count by their samples are held against those of the first step, where a batch is cut."""
         self.guard: Callable[[Any], bool] | None = None
@@ -188,27 +185,12 @@ class Weighing:
         self.names: tuple[str, ...] = ("",)
         """Of the losses that `weight` gives a number each for; one without a name where it gives one number."""
 
-    @property
-    def evaluation(self) -> Rule | None:
-        """What a piece counts in an evaluation, where to count costs no exchange."""
-        return self.rule or self.classes
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether no piece need be looked at."""
-        return self.rule is None and not self.checks
-
-    def use(self, name: str) -> None:
-        """Count by the rule of this name from now on, which was found by trial."""
-        self.rule = LOOKED_FOR.get(name)
-        self.guard = has_ignored if name == "samples" else None
-
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
         """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
         assert self.classes is not None, "only such a loss has targets to look at"
-        found = [targets for piece in pieces if (targets := targets_of(piece.batch)) is not None]
-        differs = any(each.dim() > 1 and not each.is_floating_point() for each in found)
-        differs = differs or any(self.classes.leaves_out(piece.batch) for piece in pieces)
+        found = [each for piece in pieces if (each := targets_of(piece.batch)) is not None]
+        labels = [each for each in found if not each.is_floating_point()]
+        differs = any(each.dim() > 1 or bool((each == self.classes.ignored).any()) for each in labels)
         self.rule, self.guard = (self.classes, None) if self.world.any(differs) else (None, self.classes.leaves_out)
 
     def of(self, step: Step, number: int) -> tuple[Step, float]:
@@ -244,10 +226,12 @@ class Weighing:
         weighed = iter([self._weighed(piece, count, totals) for piece, count in zip(real, counts, strict=True)])
         pieces = [next(weighed) if piece.plan.weight else piece for piece in fetched]
         by_all = reported.sum((0, 2)).tolist()
-        audits = [
-            replace(each, pieces=[self._share(piece, totals) for piece in each.pieces])
-            for each in step.audits
-            if by_all[each.audit.part]  # of a part that counts nothing, no worker computes anything
+
+        def again(piece: LoadedPiece) -> LoadedPiece:  # of another worker's, with the weight that it has there
+            return self._weighed(piece, self._counts([piece])[0][0], totals) if piece.plan.weight else piece
+
+        audits = [  # of a part that counts nothing, no worker computes anything
+            replace(each, pieces=list(map(again, each.pieces))) for each in step.audits if by_all[each.audit.part]
         ]
         return replace(step, pieces=pieces, audits=audits), sum(totals.values())
 
@@ -255,14 +239,8 @@ class Weighing:
         """A piece with its share of each loss that counts anything, and as its weight the mean of these."""
         shares = {name: counts[name] / total if total else 0.0 for name, total in totals.items()}
         weight = math.fsum(shares.values()) / max(1, sum(map(bool, totals.values())))
-        several = None if self.names == ("",) else shares
-        return replace(piece, plan=replace(piece.plan, weight=weight, shares=several))
-
-    def _share(self, piece: LoadedPiece, totals: Mapping[str, float]) -> LoadedPiece:
-        """A piece of another worker's, which is computed here once more: with the weight that it has there."""
-        if not piece.plan.weight or not any(totals.values()):
-            return piece
-        return self._weighed(piece, self._counts([piece])[0][0], totals)
+        plan = replace(piece.plan, weight=weight, shares=None if self.names == ("",) else shares)
+        return replace(piece, plan=plan)
 
     def _counts(self, pieces: Sequence[LoadedPiece]) -> tuple[list[dict[str, float]], str]:
         """What each piece counts; in words, why that cannot be known."""
@@ -317,10 +295,8 @@ def _all_count(classes: TargetMean, data: Data) -> bool | None:
     """Whether all targets of the training set count alike; None where only reading them would tell."""
     if classes.weight is not None:
         return False
-    if data.collate is not None or data.train is None or (found := tensors_of(data.train)) is None:
+    found = None if data.collate is not None or data.train is None else tensors_of(data.train)
+    if found is None or len(found[0]) != 2:
         return None
-    tensors, rows = found
-    if len(tensors) != 2:
-        return None
-    targets = tensors[1] if rows is None else tensors[1][rows]
+    targets = found[0][1] if found[1] is None else found[0][1][found[1]]
     return targets.is_floating_point() or not bool((targets == classes.ignored).any())

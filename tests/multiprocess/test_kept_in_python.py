@@ -18,7 +18,7 @@ from unusual import Case, in_plain_pytorch, with_us
 
 from manyhosts.prove import promises
 from manyhosts.training.loss_weights.comparison import KEEPS, Seen
-from manyhosts.training.loss_weights.probe_loss import KEPT, not_tried
+from manyhosts.training.loss_weights.counting import KEPT, not_tried
 
 pytestmark = pytest.mark.multiprocess
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from manyhosts.data.steps import LoadedPiece, PiecePlan
 from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights.comparison import CHANGES_GRADIENTS, KEEPS, WRITES_BUFFERS, Look
-from manyhosts.training.loss_weights.probe_loss import NO_MEAN, choose, look_at
+from manyhosts.training.loss_weights.comparison import CHANGES_GRADIENTS, KEEPS, Look, look_at
+from manyhosts.training.loss_weights.counting import NO_MEAN, choose
 
 WIDE, CLASSES, COUNT = 8, 4, 12
 
@@ -240,8 +240,6 @@ def said_of(case: Case) -> str:
         return "gradient"
     if seen.because or seen.beside.get(KEEPS):
         return "unknown"
-    if seen.beside.get(WRITES_BUFFERS):
-        return "writes"
     return "wrong" if choose(seen) == NO_MEAN else "right"
 
 

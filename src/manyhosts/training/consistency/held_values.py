@@ -150,6 +150,8 @@ class HeldValues:
     def __init__(self, module: nn.Module, *functions: Any) -> None:
         self.places: dict[str, tuple[Any, str]] = {}
         """By the name of each: the mapping that it is kept in and its key there, or a cell."""
+        self.asks_for_training = False
+        """Whether code of the script's looks at `training`: of its modules, of the functions, and of what they call."""
         self._add_modules("", module)
         waiting, seen = [each for each in functions if each is not None], set[int]()
         while waiting and len(seen) < _MOST_FUNCTIONS:
@@ -176,6 +178,9 @@ class HeldValues:
                 holder[key] = each.put_back()
 
     def _add_modules(self, name: str, module: nn.Module) -> None:
+        for kind in {kind for part in module.modules() for kind in type(part).__mro__}:
+            if not kind.__module__.startswith(("torch.", "manyhosts.")):
+                self._read(each for each in vars(kind).values() if isinstance(each, types.FunctionType))
         for path, part in module.named_modules():
             own = vars(part).keys() - _INTERNAL - _computed_by_hooks(part)
             self._add_names(".".join(filter(None, (name, path))), vars(part), own)
@@ -199,7 +204,12 @@ class HeldValues:
         self._add_names(type(given).__name__, vars(given), vars(given))
         return [type(given).__call__] if callable(given) else []
 
+    def _read(self, functions: Iterable[types.FunctionType]) -> None:
+        codes = [code for each in functions for code in all_code(each.__code__)]
+        self.asks_for_training = self.asks_for_training or any("training" in code.co_names for code in codes)
+
     def _add_function(self, function: types.FunctionType) -> list[Any]:
+        self._read([function])
         variables = function.__globals__
         names = {name for code in all_code(function.__code__) for name in code.co_names} & variables.keys()
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -230,12 +240,6 @@ def _cell(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
-
-
-def asks_for_training(function: Any) -> bool:
-    """Whether the code of a function looks at `training`."""
-    codes = all_code(function.__code__) if isinstance(function, types.FunctionType) else ()
-    return any("training" in code.co_names for code in codes)
 
 
 def all_code(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -140,7 +140,7 @@ class Evaluation:
         counts: dict[str, float] = {}
         for piece in pieces:
             on_host = next(batches)
-            rule = None if self.weighing is None else self.weighing.evaluation
+            rule = None if self.weighing is None else self.weighing.rule or self.weighing.classes
             given = len(piece) if rule is None else rule(on_host)
             values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
             if self.has_counts and "count" in values:

@@ -1,43 +1,58 @@
-"""One batch at once, and the same in parts: whether the loss of the one is the mean of those of the others.
+"""A look at the loss of one piece: is it a mean over samples, over labels that count, or none at all?
 
-Each pass begins alike: with the same buffers, and with what model, loss and step hold in plain Python as it was. One
-more does not, so that it shows whether anything is kept that way.
+The loss of a batch at once is compared with the mean of the losses of two parts of it, by each rule that it could
+follow. What the script has written is in training mode there, and PyTorch's own layers in evaluation mode, for dropout
+and BatchNorm are seen to elsewhere. A copy of the modules is looked at. Each pass begins alike: with the same buffers,
+with what model, loss and step hold in plain Python as it was (`held_values`), and one value in place of all that torch
+draws (`set_draws`); one more pass does not, so that it shows whether anything is kept. A pass that would write into any
+other tensor breaks off before it does. Differences that may be rounding are looked at in float64.
+
+There are three ends: the loss is a mean, it is none, or that could not be tried, because of something that is said. All
+workers that compute a pass together make equally many: what cannot be compared is raised after the last one.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
+from manyhosts.communication.shared_norm import acting, prepare
 from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
-from manyhosts.data.steps import mapped
+from manyhosts.data.steps import LoadedPiece, mapped
+from manyhosts.errors import first_line
+from manyhosts.strategies.cut_model import without_graph
 from manyhosts.training.consistency.held_values import HeldValues, differing
+from manyhosts.training.evaluation.dataset_forward import in_evaluation
 from manyhosts.training.loop.compute import ForwardPass, terms_of
-from manyhosts.training.loss_weights.means import Rule, counted, has_ignored, rules_for
-from manyhosts.training.loss_weights.set_draws import NotTried, SetDraws
+from manyhosts.training.loss_weights.set_draws import HALVES, NotTried, SetDraws
+from manyhosts.training.loss_weights.weighing import Rule, counted, has_ignored, rules_for
 from manyhosts.training.setup.trained_module import collective_forward, model_of
 
+Losses = Mapping[str, float]
+"""One or several, by name, or what a batch counts in each; one without a name is ""."""
 MakeBatch = Callable[[int, int], Any]
 """Of the samples of a piece from one number to another."""
 OTHER_AGAIN = "it has another value when it is computed again"
 """A pass moves something that cannot be put back."""
 SURE = 1e-6
 """What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
+_MOST_COPIED = 1 << 28
+"""Elements of parameters that are copied for a look in float64; others share those of the model."""
+_HOOKS = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
+"""Where tensors keep hooks, and how they are given one."""
 _MOST_GRADIENT = 1 << 22
 """Elements of gradients that are compared; more where the first parameter has more."""
-_ROUNDING = {"cpu": 1e-4, "cuda": 3e-3}
-"""Differences of this share of the loss are rounding; GPUs multiply in TF32."""
-_ROUNDING_OF_HALVES = 3e-2
-"""The same, where something is computed in 16 bits."""
 
 
 @dataclass(slots=True)
@@ -50,10 +65,8 @@ class Seen:
     """Why it could not be tried, or not in training mode; empty where it was."""
     holds: list[str] = field(default_factory=list)
     """The rules by which it is a mean."""
-    whole: float = 0.0
-    """The loss of all samples of the piece."""
-    by_parts: float = 0.0
-    """The mean of the losses of its parts, by their samples or the user's rule."""
+    values: str = ""
+    """In words: the loss of all samples of the piece, and the mean of the losses of its parts."""
     off: float = 0.0
     """The largest difference, as a share of the loss, or of the gradient."""
     names: list[str] = field(default_factory=list)
@@ -66,8 +79,6 @@ KEEPS = "keeps"
 """Model, loss or step hold something from batch to batch that is neither parameter nor buffer."""
 KEEPS_STATE = "keeps state"
 """The loss depends on it, and it depends on the samples, or changes several times in a step of one worker."""
-WRITES_BUFFERS = "writes buffers"
-"""A forward pass changes buffers, of which more is found out in the first steps."""
 IGNORES = "ignores labels"
 CHANGES_GRADIENTS = "changes gradients"
 """The gradient of a parameter is not the mean of those of the parts, though the loss is."""
@@ -94,54 +105,159 @@ class Look:
     """Whether one worker computes several pieces, one after the other."""
     in_halves: bool = False
     """Whether passes see parameters of 16 bits, whatever is kept of them."""
-    in_stages: bool = False
-    """Whether a worker computes a stage of each pass: an error of one leaves the others waiting within it, so that no
-    other cut can be tried behind it."""
+    least: int = 2
+    """Samples of the smallest piece that is looked at: more where a worker computes a stage of each pass, so that an
+    error of one, which has no variance of a single sample, say, leaves the others waiting within it."""
+
+
+def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = True) -> Seen:
+    """What one piece shows. Errors of the model show in the first step, and better.
+
+    Without `graph` it takes less memory, and shows nothing of a loss that differentiates itself.
+    """
+    count, seen = len(piece.plan.indices), Seen()
+    with suppress(Exception):  # what is wrong with a rule is said where it is used
+        seen.names = sorted(counted(rule, piece.batch)) if rule else []
+    # What differentiates within the loss needs the graph.
+    with randomness.undisturbed(), torch.set_grad_enabled(look.copies and graph):
+        try:
+            if count < look.least:
+                raise NotTried(f"a forward pass has fewer than {look.least} samples")
+            make = _parts_of(look, piece)
+            with _shown(look) as module:
+                Comparison(look, module, seen).run(count, make, rule)
+            size = sum(map(Tensor.numel, look.module.parameters()))
+            if seen.off > SURE and look.copies and size <= _MOST_COPIED:  # there is a difference: it may be rounding
+                exact = Seen(names=seen.names)
+                with suppress(Exception), _shown(look, double=True) as module:
+                    Comparison(look, module, exact, double=True).run(count, make, rule)
+                    seen = exact  # else something is made in float32, and does not go with float64
+        except Exception as error:
+            # Where workers exchange something, collectives would not match; a loss that differentiates itself fails
+            # alike on all of them.
+            if not (look.copies or isinstance(error, NotTried) or "does not require grad" in str(error)):
+                raise
+            raised = f"a part of a batch raises {type(error).__name__}: {first_line(error)[:160]}"
+            seen.because = str(error) if isinstance(error, NotTried) else raised
+    return seen
+
+
+@contextmanager
+def _shown(look: Look, *, double: bool = False) -> Iterator[nn.Module]:
+    """A copy whose modules are in training mode where the script has written them; its parameters are the model's own.
+
+    With `double` it has its own, and all is computed in float64. Without copies it is the model, in evaluation mode.
+    """
+    module = look.module
+    if not look.copies:
+        with in_evaluation(module), acting(_AsEvaluated()):
+            yield module
+        return
+    # Others that share their memory: gradients and hooks stay with those of the model.
+    known: dict[int, Tensor] = {id(each): each for each in module.parameters() if not double}
+    for key, each in known.items():
+        known[key] = nn.Parameter(each.detach(), each.requires_grad) if type(each) is nn.Parameter else each
+    copied = copy.deepcopy(module, known | without_graph(module))
+    for each, own in zip(copied.parameters(), module.parameters(), strict=True):
+        for kind, register in _HOOKS.items() if each is not own else ():
+            for hook in (getattr(own, kind, None) or {}).values():
+                if not str(getattr(hook, "__module__", "")).startswith("manyhosts."):  # else those of a strategy
+                    getattr(each, register)(hook)
+    prepare(copied)  # copies are of PyTorch's own classes
+    for part in copied.modules():
+        part.training = any(part.children()) or not type(part).__module__.startswith("torch.")
+    model_of(copied).training = True
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if double else default)
+    try:
+        with acting(_AsEvaluated()):
+            yield copied.double() if double else copied
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _parts_of(look: Look, piece: LoadedPiece) -> MakeBatch:
+    """What makes a batch of the samples of `piece` from one number to another.
+
+    Raises:
+        NotTried: nothing does.
+    """
+    batch, count, fetcher = mapped(piece.batch, lambda each: each), len(piece.plan.indices), look.fetcher
+    # A column may be of texts, one for each sample, as `default_collate` makes it.
+    cannot = any(not _is_column(each) or len(each) != count for each in tree_leaves(batch, is_leaf=_is_column))
+    if fetcher is not None and (fetcher.collates or cannot):
+        samples = fetcher.samples(look.epoch, piece.plan.indices)
+        randomness.seed_compute(0)
+        before = randomness.states()
+        fetcher.collate(samples)
+        if not randomness.drawn_since(before):
+            return lambda begin, end: fetcher.collate(samples[begin:end])
+    if cannot:
+        raise NotTried(
+            "its batch cannot be cut, and comes from a stream" if fetcher is None else "collate draws random numbers"
+        )
+    return lambda begin, end: tree_map(lambda each: each[begin:end], batch, is_leaf=_is_column)
+
+
+def _is_column(each: Any) -> bool:
+    if isinstance(each, list | tuple):
+        return bool(each) and not any(isinstance(item, Tensor | Mapping | list | tuple) for item in each)
+    return isinstance(each, Tensor) and each.dim() > 0
+
+
+class _AsEvaluated:
+    """BatchNorm layers normalise by their running values, as if each sample were alone."""
+
+    def normalise(self, layer: _BatchNorm, input: Tensor, *, track: bool) -> Tensor:
+        """See `shared_norm.Batch`."""
+        mean, variance = layer.running_mean, layer.running_var
+        if mean is None or variance is None:
+            mean, variance = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
+        return nn.functional.batch_norm(input, mean, variance, layer.weight, layer.bias, eps=layer.eps)
 
 
 class Comparison:
     """The passes of one look, all through one module."""
 
-    def __init__(self, look: Look, module: nn.Module, seen: Seen) -> None:
-        """Note how all is before the first pass. What is found is written into `seen`."""
-        self.look, self.module, self.seen = look, module, seen
+    def __init__(self, look: Look, module: nn.Module, seen: Seen, *, double: bool = False) -> None:
+        """Note how all is before the first pass. What is found is written into `seen`. `double`: in float64."""
+        self.look, self.module, self.seen, self.double = look, module, seen, double
         self.places = HeldValues(module, look.forward.step, look.forward.loss)
         self.held = self.places.now()
-        there = ((name, each) for name, each in module.named_buffers() if not each.is_meta)  # else another stage has it
-        self.buffers = {name: (each, each.clone()) for name, each in there}
-        norms = [each for each in module.modules() if isinstance(each, _BatchNorm)]
-        self.of_norms = {id(each) for norm in norms for each in norm.buffers(recurse=False)}
+        if not look.copies and self.places.asks_for_training:
+            seen.because = "the model asks for it, and its workers exchange something in each forward pass"
+        self.parameters = dict(module.named_parameters())
+        there = [each for each in module.buffers() if not each.is_meta]  # else another stage has it
+        self.buffers = [(each, each.clone()) for each in there]
 
-    def run(self, batch: Any, count: int, make: MakeBatch, given: Rule | None) -> None:
-        """See what a `batch` of `count` samples is beside its parts, by the rule that is `given`.
+    def run(self, count: int, make: MakeBatch, given: Rule | None) -> None:
+        """See what a batch of `count` samples is beside its parts, by the rule that is `given`.
 
         Raises:
             NotTried: that is not to be seen.
         """
-        half = count // 2
-        fixed = (each for each in self.module.parameters() if not each.requires_grad)
-        own = [*self.module.buffers(), *fixed] if self.look.copies else None
-        self.draws = SetDraws(0.3, {count, 1, half - 1, half, count - half}, own)
+        cut = max(2, (count - 1) // 2) if count > 3 else 1  # uneven, and seldom as many as something has features
+        sizes = (cut, count - cut)
+        self.draws = SetDraws(0.3, {count, *sizes}, self.module.buffers() if self.look.copies else None)
         try:
-            whole = self._whole(batch, count)
-            self._see_kept(whole, made := make(0, count))
-            halves = {0, half, count}
-            parts, losses = self._parts(make, [halves] if self.look.in_stages else [halves | {1}, halves])
+            whole = self._whole(batch := make(0, count), count)
+            parts = [make(0, cut), make(cut, count)]
+            losses = self._losses(whole, make(0, count), parts)
+            if self.draws.left:
+                raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")
             rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
-            counts = {
-                name: [counted(rule, part) if rule else {"": float(size)} for part, size in parts]
-                for name, rule in rules.items()
-            }
-            self._compare(whole, losses, counts)
-            if self.look.gradients and self.look.copies and self.seen.holds and list(whole) == [""]:
-                own_counts = [each[""] for each in counts[self.seen.holds[0]]]
-                shares = [count / sum(own_counts) for count in own_counts]
-                self._compare_gradients(made, [(part, share) for (part, _), share in zip(parts, shares, strict=True)])
+            counts = {name: [counted(rule, each) for each in parts] for name, rule in rules.items() if rule}
+            counts = {name: counts.get(name) or [{"": float(each)} for each in sizes] for name in rules}
+            self._compare(count, whole, losses, counts)
             self.seen.samples = count
+            if self.look.gradients and torch.is_grad_enabled() and self.seen.holds and list(whole) == [""]:
+                own = [each[""] for each in counts[self.seen.holds[0]]]
+                shares = [each / sum(own) for each in own]
+                self._compare_gradients(make(0, count), list(zip(parts, shares, strict=True)))
         finally:
             self._begin()
 
-    def _whole(self, batch: Any, count: int) -> Mapping[str, float]:
+    def _whole(self, batch: Any, count: int) -> Losses:
         """The loss of all samples, and what layers do meanwhile."""
         rows: dict[nn.Module, list[int]] = {}
 
@@ -153,68 +269,50 @@ class Comparison:
             whole = self._loss(batch)
         if not all(map(math.isfinite, whole.values())):  # which the step itself will say, or leave out
             raise NotTried("the loss of these samples is not finite")
-        written = (name for name, (each, before) in self.buffers.items() if _differ(before, each))
+        if late := [name for name, _ in self.module.named_parameters() if name not in self.parameters]:
+            raise NotTried(f"the model makes the parameter {late[0]!r} in its forward pass")
         parted = {layer for layer, calls in rows.items() if len(calls) > 1 and any(each % count for each in calls)}
         self.seen.beside |= {
             IGNORES: "labels" * has_ignored(batch),
-            WRITES_BUFFERS: next((name for name in written if id(self.buffers[name][0]) not in self.of_norms), ""),
             IN_CHUNKS: next((name for name, each in model_of(self.module).named_modules() if each in parted), ""),
         }
         return whole
 
-    def _see_kept(self, whole: Mapping[str, float], batch: Any) -> None:
-        """See whether anything is other after a second pass over the same batch than after the first."""
-        first = self.places.now()
-        again, second = self._loss(batch, begins=False), self.places.now()
-        self.kept_matters = not _near(whole, again)
-        if self.kept_matters and not _near(whole, self._loss(batch)):
+    def _losses(self, whole: Losses, again: Any, parts: Sequence[Any]) -> list[Losses]:
+        """Those of the parts; and see whether anything is other after a second pass over the same batch."""
+        first, one = self.places.now(), [{"": 1.0}]
+        second, then = self._loss(again, kept=True), self.places.now()
+        matters = _difference(whole, [second], one)[0] > SURE
+        if matters and _difference(whole, [self._loss(again)], one)[0] > SURE:
             raise NotTried(OTHER_AGAIN)
         # What is set in the first pass and then used, too: with it, the second one has another value.
-        changed = differing(first, second) or (self.kept_matters and differing(self.held, first)) or [""]
-        self.seen.beside[KEEPS] = changed[0]
+        changed = differing(first, then) or (matters and differing(self.held, first)) or [""]
+        losses: list[Losses] = [self._loss(part) for part in parts]
+        by_samples = changed[0] in differing(first, self.places.now())
+        self.seen.beside |= {
+            KEEPS: changed[0],
+            KEEPS_STATE: changed[0] * (matters and (self.look.accumulates or by_samples)),
+        }
+        return losses
 
-    def _parts(self, make: MakeBatch, cuts: Sequence[set[int]]) -> tuple[list[tuple[Any, int]], list[Any]]:
-        """The parts, each with its samples, by the first of `cuts` that can be computed; and their losses."""
-        for cut in cuts:
-            parts = [(make(begin, end), end - begin) for begin, end in pairwise(sorted(cut))]
-            losses, held = [], []
-            try:  # a single sample has no variance, say
-                for part, _ in parts:
-                    losses.append(self._loss(part))
-                    held.append(self.places.now())
-                break
-            except Exception:
-                if cut == cuts[-1]:
-                    raise
-        name = self.seen.beside[KEEPS]
-        if self.kept_matters and (self.look.accumulates or any(name in differing(held[0], each) for each in held)):
-            self.seen.beside[KEEPS_STATE] = name
-        return parts, losses
-
-    def _compare(
-        self, whole: Mapping[str, float], losses: Sequence[Any], counts: Mapping[str, Sequence[Mapping[str, float]]]
-    ) -> None:
+    def _compare(self, count: int, whole: Losses, losses: Sequence[Losses], counts: Mapping[str, Any]) -> None:
         """See by which of the rules that `counts` are of the loss is a mean."""
         seen, found = self.seen, {name: _difference(whole, losses, each) for name, each in counts.items()}
-        _, seen.whole, seen.by_parts = next(iter(found.values()))
+        _, at_once, by_parts = next(iter(found.values()))
+        seen.values = f"{at_once:.6g} over {count} samples, {by_parts:.6g} as the mean over parts of these"
         off = {name: share for name, (share, *_) in found.items()}
         seen.holds = [name for name, share in off.items() if share <= self._rounding()]
         seen.off = min(off.values()) if seen.holds == list(off) else max(off.values())
 
     def _compare_gradients(self, batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
         """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts."""
-        seen = self.seen
         together = [parts] if self.look.accumulates else [[each] for each in parts if each[1]]
-        try:
-            whole, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
-        except Exception as error:
-            seen.because = words(error)
-            return
+        whole, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
         size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (whole, *pieces)) or 1.0
         off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in whole.items()}
         worst = max(off, key=off.__getitem__, default="")
-        seen.off = max(seen.off, off.get(worst, 0.0))
-        seen.beside[CHANGES_GRADIENTS] = worst if off.get(worst, 0.0) > self._rounding() else ""
+        self.seen.off = max(self.seen.off, off.get(worst, 0.0))
+        self.seen.beside[CHANGES_GRADIENTS] = worst * (off.get(worst, 0.0) > self._rounding())
 
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
@@ -223,7 +321,7 @@ class Comparison:
         """
         chosen: dict[str, nn.Parameter] = {}
         room = _MOST_GRADIENT
-        for name, each in self.module.named_parameters():
+        for name, each in self.parameters.items():
             if type(each) is nn.Parameter and each.requires_grad and (not chosen or each.numel() <= room):
                 chosen[name], each.grad = each, None
                 room -= each.numel()
@@ -241,60 +339,43 @@ class Comparison:
         return found
 
     def _rounding(self) -> float:
-        parameters = {each.dtype for each in self.module.parameters()}
-        if self.draws.rounds or self.look.in_halves or parameters & {torch.bfloat16, torch.float16}:
-            return _ROUNDING_OF_HALVES
-        if torch.get_default_dtype() == torch.float64:
-            return SURE
-        return _ROUNDING.get(self.look.device.type, 3e-3)
+        """Which share of the loss, or of a gradient, may be rounding: GPUs multiply in TF32."""
+        if self.draws.rounds or self.look.in_halves or any(each.dtype in HALVES for each in self.parameters.values()):
+            return 3e-2
+        return SURE if torch.get_default_dtype() == torch.float64 else 1e-4 if self.look.device.type == "cpu" else 3e-3
 
-    def _begin(self, *, norms_alone: bool = False) -> None:
-        """Have all as it was before the first pass."""
+    def _begin(self, *, kept: bool = False) -> None:
+        """Have all as it was before the first pass; but for what is `kept` in plain Python."""
         with torch.no_grad():
-            for each, before in self.buffers.values():
-                if (not norms_alone or id(each) in self.of_norms) and _differ(before, each):
+            for each, before in self.buffers:
+                if not torch.equal(before, each):
                     each.copy_(before)  # an expanded one, which nothing writes to, could not be written to
-        if not norms_alone:
+        if not kept:
             self.places.put_back(self.held)
 
-    def _loss(self, batch: Any, *, begins: bool = True) -> dict[str, float]:
-        """The loss, or several by name; with all that is kept as it `begins`."""
-        values = self._values(batch, begins=begins)
+    def _loss(self, batch: Any, *, kept: bool = False) -> dict[str, float]:
+        """The loss, or several by name."""
+        values = self._values(batch, kept=kept)
         return {name: float(each.detach()) for name, each in (terms_of(values) or {"": values["loss"]}).items()}
 
-    def _values(self, batch: Any, *, begins: bool = True) -> Mapping[str, Tensor]:
-        self._begin(norms_alone=not begins)
+    def _values(self, batch: Any, *, kept: bool = False) -> Mapping[str, Tensor]:
+        self._begin(kept=kept)
         draws = self.draws
         draws.may_write(tensor for each in self.held.values() for tensor in each.tensors())  # as put back
         randomness.seed_compute(0)
         with draws, collective_forward(model_of(self.module)):
-            on_device = mapped(batch, lambda tensor: tensor.to(self.look.device, copy=True))
-            values = self.look.forward.values(self.module, on_device)
+            batch = mapped(batch, lambda each: each.to(self.look.device, copy=True))
+            if self.double:
+                batch = mapped(batch, lambda each: each.double() if each.is_floating_point() else each)
+            values = self.look.forward.values(self.module, batch)
         drawn = (torch.get_rng_state(), *(draws.ends or randomness.states()[1:]))
         if randomness.drawn_since(drawn):  # one number for each sample, which those of a part are not
             draws.left = draws.left or "numpy.random or random"
         draws.ends = drawn[1:]
-        if draws.left:
-            raise NotTried(f"the forward pass draws {draws.left}, and no one value of it goes for all samples")
         return values
 
 
-def words(error: Exception) -> str:
-    """Why a pass could not be tried."""
-    if isinstance(error, NotTried):
-        return str(error)
-    text = (str(error).strip() or "no more was said").splitlines()[0]
-    return f"a part of a batch raises {type(error).__name__}: {text[:160]}"
-
-
-def _near(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    pairs = [(each, other.get(name, 0.0)) for name, each in one.items()]
-    return all(a == b or a != a or abs(a - b) <= SURE * max(abs(a), abs(b)) for a, b in pairs)
-
-
-def _difference(
-    whole: Mapping[str, float], losses: Sequence[Mapping[str, float]], counts: Sequence[Mapping[str, float]]
-) -> tuple[float, float, float]:
+def _difference(whole: Losses, losses: Sequence[Losses], counts: Sequence[Losses]) -> tuple[float, float, float]:
     """By which share the loss differs from the mean of the parts' by what they count; and both."""
     all_of_it = by_parts = size = 0.0
     for name, value in whole.items():
@@ -302,15 +383,10 @@ def _difference(
         terms = [(loss[name], weight) for loss, weight in zip(losses, weights, strict=True) if weight]
         if len(whole) > 1 and not terms:
             continue
-        total = sum(weights)
         all_of_it += value
-        by_parts += sum(loss * weight for loss, weight in terms) / total if total else float("nan")
+        by_parts += sum(loss * weight for loss, weight in terms) / sum(weights) if terms else math.nan
         size = max(size, abs(value), *(abs(loss) for loss, _ in terms))
     difference = abs(all_of_it - by_parts)
     if difference <= 1e-12 or difference <= 1e-7 * min(1.0, size):
         return 0.0, all_of_it, by_parts
-    return (difference / size if difference == difference else float("inf")), all_of_it, by_parts
-
-
-def _differ(before: Tensor | None, now: Tensor) -> bool:
-    return before is None or before.shape != now.shape or not torch.equal(before, now)
+    return (difference / size if difference == difference else math.inf), all_of_it, by_parts

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import gathers_rounded
-from manyhosts.data.steps import DuePiece, LoadedPiece, PiecePlan, Step
+from manyhosts.data.steps import LoadedPiece, PiecePlan, Step
+from manyhosts.errors import ConfigError
 from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
-from manyhosts.training.loss_weights import comparison, probe_loss
-from manyhosts.training.loss_weights.comparison import Look, Seen
-from manyhosts.training.loss_weights.means import LOOKED_FOR
+from manyhosts.training.loss_weights import comparison
+from manyhosts.training.loss_weights.comparison import Look, Seen, look_at
+from manyhosts.training.loss_weights.weighing import LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
-GIVEN = "weight"
-"""What `RunState.counts_by` says where the user has given a rule, and it has been looked at."""
+ALL_SAMPLES, NO_MEAN = "all samples", "no mean"
+"""What is known of a loss that counts labels, too, that are left out; and of one that follows no rule."""
 _COUNTS_WORKERS_ALIKE = (
     "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
     "count more than those of another"
@@ -31,6 +34,39 @@ that of all samples in a piece of 16."""
 _SOON = (10, 100)
 """Steps that are looked at beside every `look_every`-th."""
 
+KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
+_OR_ELSE = 'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"'
+_FIXES = {
+    comparison.IN_CHUNKS: (
+        "the BatchNorm {!r} is called several times in a forward pass, with a part of the samples each time: over "
+        "several workers others would meet in a call, and a worker with fewer calls would leave the others waiting",
+        "call it once, with all samples; or set batch_norm='local', or virtual_workers, with which each part of a "
+        "batch is normalised by itself; or train on one worker",
+    ),
+    comparison.CHANGES_GRADIENTS: (
+        "the gradient of {!r} over some samples is not the mean of those over parts of them, though the loss "
+        "is: a hook, or a backward pass of the script's own, changes it by what it sees, which is a piece of a batch",
+        "leave it to clip_gradients, or to a hook of the optimizer (register_step_pre_hook): these see the sum "
+        f"over all pieces; or {_OR_ELSE}",
+    ),
+    comparison.KEEPS_STATE: (
+        KEPT + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
+        "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
+        f"buffer, and sum over the workers what goes into it; or {_OR_ELSE}",
+    ),
+    "mixes samples": (
+        "{}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
+        "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
+        f"or {_OR_ELSE}",
+    ),
+    "is no mean": (
+        "{}",
+        "give weight=function(batch) -> what a piece counts in the mean (tokens, class weights; for several losses "
+        f"a number for each, by name); or {_OR_ELSE}",
+    ),
+}
+"""What is refused where a batch is cut, the first of these: in words, and what to do."""
+
 
 class LossWeights:
     """What one loop has its pieces count."""
@@ -39,11 +75,10 @@ class LossWeights:
         self.parts, self.settings, self.state = parts, settings, state
         self.settled = False
         """Whether the rule is known for the workers of now."""
-        self.noted = False
         self.moves = False
         """Whether a look moves what cannot be put back (an iterator, a file): it does not come again."""
-        self.said = ""
-        """What was said last of the look."""
+        self.said = "", ""
+        """The outcome of the last look, and what was said of it."""
 
     def of(self, step: Step) -> tuple[Step, float | None]:
         """A step whose pieces have their weights, and what the batch counts; None: its samples.
@@ -57,159 +92,164 @@ class LossWeights:
         if not self.settled or later:
             step = self.looked_at(step, first=not self.settled)
             self.settled = True
-        if weighing.counts_samples:
+        if weighing.rule is None and not weighing.checks:
             return step, None
-        if isinstance(self.settings.strategy, DiLoCo) and self.parts.world.size > 1 and not self.noted:
-            self.noted = True
-            self.parts.world.notes.append(_COUNTS_WORKERS_ALIKE)
         weighed, weight = weighing.of(step, number)
-        return replace(weighed, pieces=self._computed(weighed.pieces)), weight if weighing.rule is not None else None
+        meets, traits = isinstance(self.parts.batch_norm, GlobalBatch), self.parts.strategy.traits
+        # What counts nothing is computed only for collectives within.
+        if not (meets or traits.communicates_in_forward or traits.computes_fixed_parts):
+            weighed = replace(weighed, pieces=[each for each in weighed.pieces if each.plan.weight])
+        return weighed, weight if weighing.rule is not None else None
 
     def looked_at(self, step: Step, *, first: bool) -> Step:
-        """`step`, after its first pieces were looked at: on a `first` look the rule is found. All workers call this.
+        """`step`, after its first piece was looked at: on a `first` look the rule is found. All workers call this.
 
         Raises:
             ConfigError: as `of`.
         """
-        weighing, state = self.parts.weighing, self.state
+        weighing, state, world = self.parts.weighing, self.state, self.parts.world
         known = weighing.knows or weighing.classes is not None
         if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
-        many = first and not known and not state.counts_by
-        look = self.look_of(step, gradients=first and self.cuts)
-        step, looked = self._looked_pieces(step, look, first=first, many=many)
+        source, settings, traits = self.parts.source, self.settings, self.parts.strategy.traits
+        copies, finds = not traits.communicates_in_forward, first and not known and not state.counts_by
+        own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
+        micro = min(own, settings.micro_batch_size or own)
+        look = Look(
+            self.parts.compute,
+            self.parts.trained,
+            world.device,
+            step.epoch,
+            source.loader.fetcher if isinstance(source, IndexedSource) else None,
+            copies=copies,
+            gradients=first and self.cuts,
+            accumulates=settings.virtual_workers is not None or micro < own,
+            in_halves=gathers_rounded(settings.strategy),
+            least=4 if traits.computes_in_stages else 2,
+        )
+        pieces: list[LoadedPiece] = []
+        if copies:
+            pieces = step.fetched(None if first and weighing.must_look else 1)
+            step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
+        looked = [each for each in pieces[:1] if len(each.plan.indices) > 1] or _alike(step, look, micro) or pieces[:1]
+        if first and weighing.must_look:
+            weighing.look_at_targets(pieces or looked)
         if self.cuts or not known:  # else it was only to be seen which targets count
             rule = weighing.classes or weighing.rule or (None if known else LOOKED_FOR.get(state.counts_by))
-            wide = self.alike(step, look, self._wide) if many and self.cuts else []
-            self.heed(probe_loss.find_mean(look, looked, self.parts.world, rule, wide), known=known, many=many)
+            # By one worker, or by all where they compute together: such a model has little room.
+            wide = (_WIDE * world.is_leader if copies else 2) if finds and self.cuts else 0
+            self.heed(find_mean(look, looked, world, rule, _alike(step, look, wide * micro)), known, finds)
         if first and weighing.said is None and not known:
-            weighing.use(state.counts_by)
-        if not self.cuts:
-            weighing.guard = None
-        elif weighing.said is None and look.copies:
-            weighing.looks = partial(_why_no_mean, look)
+            weighing.rule = LOOKED_FOR.get(state.counts_by)
+            weighing.guard = has_ignored if state.counts_by == "samples" else None
+        weighing.checks = self.cuts and weighing.said is None
+        if first and weighing.rule is not None and isinstance(settings.strategy, DiLoCo) and world.size > 1:
+            world.notes.append(_COUNTS_WORKERS_ALIKE)
         return step
 
-    def _looked_pieces(self, step: Step, look: Look, *, first: bool, many: bool) -> tuple[Step, list[LoadedPiece]]:
-        """Which pieces are looked at; and the step with the batches of those that were fetched for it."""
-        weighing = self.parts.weighing
-        if look.copies:
-            pieces = step.fetched(None if first and weighing.must_look else probe_loss.MOST_PIECES if many else 1)
-            step = replace(step, pieces=[*pieces, *step.pieces[len(pieces) :]])
-            looked = pieces if many else pieces[:1]
-            if all(len(each.plan.indices) < 2 for each in looked):
-                looked = self.alike(step, look) or looked
-        else:
-            pieces = looked = self.alike(step, look)
-        if weighing.classes is not None and first and not weighing.knows:
-            weighing.look_at_targets(pieces)
-        return step, looked
-
-    def heed(self, seen: Seen, *, known: bool, many: bool) -> None:
+    def heed(self, seen: Seen, known: bool, finds: bool) -> None:
         """Refuse what is wrong where a batch is cut, say what could not be tried, and know the rule from now on.
+
+        `known`: what the loss is a mean over follows from the script; `finds`: it is what this look is to find.
 
         Raises:
             ConfigError: the loss is no mean, or the model keeps something, and a batch is cut.
         """
-        parts, state, notes = self.parts, self.state, self.parts.world.notes
+        parts, notes = self.parts, self.parts.world.notes
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.samples
-        found = probe_loss.choose(seen) if many else state.counts_by or "samples"
-        what, keeps = probe_loss.no_mean(seen, given=given), seen.beside.get(comparison.KEEPS)
-        guessed_wrong = not known and not given and (not is_mean or found == probe_loss.NO_MEAN)
-        seen.beside["mixes samples"] = what * (known and not is_mean and not seen.beside.get(comparison.WRITES_BUFFERS))
-        seen.beside["is no mean"] = what * guessed_wrong
+        found = choose(seen) if finds else self.state.counts_by or "samples"
+        keeps = seen.beside.get(comparison.KEEPS)
+        what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
+        what += f": {seen.values}, so it depends on how a batch is cut"
+        guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
+        wrong = {**seen.beside, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
+        if not isinstance(parts.batch_norm, GlobalBatch):
+            wrong[comparison.IN_CHUNKS] = ""
         self.moves = seen.because == comparison.OTHER_AGAIN
-        own = "loss" if parts.compute.step is None else "step"
-        probe_loss.refuse(seen, [comparison.IN_CHUNKS] * isinstance(parts.batch_norm, GlobalBatch), own=own)
-        if self.cuts:
-            probe_loss.refuse(
-                seen, [comparison.CHANGES_GRADIENTS, comparison.KEEPS_STATE, "mixes samples", "is no mean"], own=own
-            )
+        for kind, (text, fix) in _FIXES.items() if self.cuts else ():
+            if found_in := wrong.get(kind):
+                of_loss = "loss" if parts.compute.step is None else "step"
+                where = f"mh.Trainer({of_loss if kind == 'is no mean' else 'model'}=…)"
+                raise ConfigError(text.format(found_in), where=where, fix=fix)
         if keeps and self.cuts:
-            seen.because = seen.because or f"{probe_loss.KEPT.format(keeps)}, and what it changes later is not known"
+            seen.because = seen.because or f"{KEPT.format(keeps)}, and what it changes later is not known"
         elif keeps:
-            notes.append(f"{probe_loss.KEPT.format(keeps)}: no snapshot has it")
+            notes.append(f"{KEPT.format(keeps)}: no snapshot has it")
         if given:
             parts.weighing.names = tuple(seen.names)
         if given and not is_mean:
             notes.append(what)
-        elif guessed_wrong and many:
+        elif guessed_wrong and finds:
             notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
-        elif many and found in LOOKED_FOR and not given:
+        elif finds and found in LOOKED_FOR and not given:
             among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
             notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
-        state.counts_by = GIVEN if given else found
-        if seen.because and self.cuts:
-            self.tell("not tried", probe_loss.not_tried(seen))
-        else:
-            self.tell(*(("mean", "") if is_mean else ("no mean", what)))
+        self.state.counts_by = "weight" if given else found
+        outcome = ("mean", "") if is_mean else ("no mean", what)
+        self.tell(*(("not tried", not_tried(seen)) if seen.because and self.cuts else outcome))
 
     def tell(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
-        if (reported := f"{outcome}: {text}") == self.said:
-            return
-        self.said, world = reported, self.parts.world
-        if outcome == "not tried":
-            world.notes.append(text)
-        world.news.append(partial(LossLooked, outcome=outcome, text=text))
-
-    @property
-    def _wide(self) -> int:
-        """The pieces whose samples are looked at together: by one worker, or by all where they compute together."""
-        if self.parts.strategy.traits.communicates_in_forward:
-            return 2  # such a model has little room
-        return _WIDE * self.parts.world.is_leader
-
-    def alike(self, step: Step, look: Look, pieces: int = 1) -> list[LoadedPiece]:
-        """One of the samples of so many pieces, the same on every worker that asks for it; none of a stream."""
-        if look.fetcher is None or not pieces:
-            return []
-        own = -(-len(step.taken) // self.parts.strategy.mesh.size("replicate", "shard"))
-        indices = step.taken[: max(2, pieces * min(own, self.settings.micro_batch_size or own))]
-        return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), look.fetcher(step.epoch, indices))]
-
-    def _computed(self, pieces: Sequence[LoadedPiece | DuePiece]) -> Sequence[LoadedPiece | DuePiece]:
-        """Those of `pieces` that must be computed: one that counts nothing only for a collective inside the model."""
-        traits = self.parts.strategy.traits
-        if (
-            isinstance(self.parts.batch_norm, GlobalBatch)
-            or traits.computes_fixed_parts
-            or traits.communicates_in_forward
-        ):
-            return pieces
-        return [piece for piece in pieces if piece.plan.weight]
+        if self.said != (outcome, text):
+            self.said = outcome, text
+            self.parts.world.notes += [text] * (outcome == "not tried")
+            self.parts.world.news.append(partial(LossLooked, outcome=outcome, text=text))
 
     @property
     def cuts(self) -> bool:
         """Whether a batch may be computed in several pieces."""
-        settings = self.settings
-        in_parts = max(self.parts.world.size, settings.virtual_workers or 1) > 1
-        return in_parts or (settings.micro_batch_size or self.parts.batch) < self.parts.batch
-
-    @property
-    def cuts_in_worker(self) -> bool:
-        """Whether one worker may compute a batch in several pieces."""
-        own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
-        return self.settings.virtual_workers is not None or (self.settings.micro_batch_size or own) < own
-
-    def look_of(self, step: Step, *, gradients: bool) -> Look:
-        """What is looked at before `step`; `gradients`, too."""
-        parts, source = self.parts, self.parts.source
-        fetcher = source.loader.fetcher if isinstance(source, IndexedSource) else None
-        return Look(
-            parts.compute,
-            parts.trained,
-            parts.world.device,
-            step.epoch,
-            fetcher,
-            copies=not parts.strategy.traits.communicates_in_forward,
-            gradients=gradients,
-            accumulates=self.cuts_in_worker,
-            in_halves=gathers_rounded(self.settings.strategy),
-            in_stages=parts.strategy.traits.computes_in_stages,
-        )
+        in_parts = max(self.parts.world.size, self.settings.virtual_workers or 1) > 1
+        return in_parts or (self.settings.micro_batch_size or self.parts.batch) < self.parts.batch
 
 
-def _why_no_mean(look: Look, piece: LoadedPiece) -> str:
-    seen = probe_loss.look_at(look, piece, None)
-    return "" if not seen.samples or "samples" in seen.holds else probe_loss.no_mean(seen)
+def _alike(step: Step, look: Look, samples: int) -> list[LoadedPiece]:
+    """A piece of so many samples, the same on every worker that asks for it; none of a stream."""
+    indices = step.taken[: max(look.least, samples)]
+    fetched = [] if look.fetcher is None or not samples else [look.fetcher(step.epoch, indices)]
+    return [LoadedPiece(PiecePlan(0, 0, indices, 1.0), batch) for batch in fetched]
+
+
+def find_mean(
+    look: Look, own: Sequence[LoadedPiece], world: World, rule: Rule | None, wide: Sequence[LoadedPiece]
+) -> Seen:
+    """What the workers have seen together; `rule` is the user's, where there is one. All of them call this.
+
+    `wide`: pieces larger than any that is trained on, which are looked at in less memory, and count for nothing where
+    that fails.
+    """
+    mine = [look_at(look, piece, rule) for piece in own if piece.plan.weight]
+    mine += [each for piece in wide if (each := look_at(look, piece, rule, graph=False)).samples]
+    reported = [Seen(**each) for row in gather_plain(world, list(map(asdict, mine))) for each in row]
+    seen = [each for each in reported if each.samples]
+    if not look.copies and len(seen) < len(reported):  # what one of them cannot try, none has: each pass is of them all
+        seen = []
+    none = "" if seen else "no forward pass has two samples, or they come once, from a stream"
+    shown = max(seen or [Seen()], key=lambda each: each.off)
+    return replace(
+        shown,
+        because=next((each.because for each in seen or reported if each.because), none),
+        holds=[name for name in shown.holds if all(name in each.holds for each in seen)],
+        names=next((each.names for each in reported if each.names), [""]),
+        beside={kind: name for each in reversed(reported) for kind, name in each.beside.items() if name},
+    )
+
+
+def choose(seen: Seen) -> str:
+    """The rule to count by: the name of one, `NO_MEAN`, or `ALL_SAMPLES` where labels that are left out count, too."""
+    ignores = seen.beside.get(comparison.IGNORES)
+    if not seen.samples:
+        return "samples"
+    if ignores and seen.holds == ["samples"]:
+        return ALL_SAMPLES
+    names = ("labels", "shifted labels", "samples") if ignores else ("samples", "labels", "shifted labels")
+    return next((name for name in names if name in seen.holds), NO_MEAN)
+
+
+def not_tried(seen: Seen) -> str:
+    """What is said of a loss that could not be looked at, or not in training mode."""
+    mode = " in training mode" if seen.samples and not seen.beside.get(comparison.KEEPS) else ""
+    return (
+        f"whether the loss is a mean over samples could not be tried{mode}, because {seen.because}: compare a run on "
+        'one worker with one on two, give weight=function(batch) -> what it counts, or weight="samples" where you know '
+        "that it is"
+    )

@@ -7,14 +7,16 @@ the mean over its parts, as it is without draws, and a sum is not. Whether an op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import leaky_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.device import in_use
+from manyhosts.strategies.uses import tensors_in
 
 
 class SetDraws(TorchDispatchMode):
@@ -50,24 +52,29 @@ class SetDraws(TorchDispatchMode):
         """
         given = kwargs or {}
         own = self._own
-        if own is not None and func._schema.is_mutable and not own.issuperset(_written(func, args, given)):
-            what = f"torch.{_name(func)} changes a tensor that outlasts the pass"
-            raise NotTried(f"a forward pass would change what is to be kept: {what}")
+        if own is not None and func._schema.is_mutable:
+            named, arguments = _by_name(func, args, given), func._schema.arguments
+            written = [named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write]
+            if not own.issuperset(map(_memory, tensors_in(written))):
+                what = f"torch.{_name(func)} changes a tensor that outlasts the pass"
+                raise NotTried(f"a forward pass would change what is to be kept: {what}")
         found = self._called(func, args, given)
         if own is not None and not any(each.alias_info for each in func._schema.returns):
-            own.update(map(_memory, _tensors(found)))
+            own.update(map(_memory, tensors_in(found)))
         return found
 
     def _called(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             found = func(*args, **given)
-            self.rounds = self.rounds or getattr(found, "dtype", None) in _HALVES
+            self.rounds = self.rounds or getattr(found, "dtype", None) in HALVES
             return found
         named = _by_name(func, args, given)
         # What is left out of an operator that has dropout within (attention, recurrent layers) draws nothing.
         if dropout := named.keys() & {"dropout_p", "dropout"}:
             return func(**{**named, dropout.pop(): 0.0})
-        made = self._made(_name(func).removesuffix("_"), named)
+        name = _name(func).removesuffix("_")
+        chosen_from = named["self"].shape[-1] if name == "multinomial" else named.get("n", named.get("high"))
+        made = _MADE[name](named, self.value) if name in _MADE and chosen_from not in self.sizes else None
         own, before = named.get("generator"), _generators()
         kept = None if own is None else own.get_state()
         found = func(*args, **given)
@@ -82,13 +89,6 @@ class SetDraws(TorchDispatchMode):
             return made.clone(), torch.ones_like(found[1])
         return found.copy_(torch.as_tensor(made))
 
-    def _made(self, name: str, given: Mapping[str, Any]) -> Any:
-        """What stands for the draws of an operator that is given this; None where that is not known."""
-        chosen_from = given["self"].shape[-1] if name == "multinomial" else given.get("n", given.get("high"))
-        if name not in _MADE or chosen_from in self.sizes:
-            return None
-        return _MADE[name](given, self.value)
-
 
 class NotTried(Exception):
     """Why a look cannot be tried, in words."""
@@ -98,29 +98,12 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, list | tuple):
-        for each in found:
-            yield from _tensors(each)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-    """The memory that an operator writes into."""
-    named = _by_name(func, args, kwargs)
-    for each in func._schema.arguments:
-        if each.alias_info is not None and each.alias_info.is_write:
-            yield from map(_memory, _tensors(named[each.name]))
-
-
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def _generators() -> list[Tensor]:
     """The states of torch's generators, of the CPU and of the current GPU."""
-    module = in_use()
-    return [torch.get_rng_state(), *([] if module is None else [module.get_rng_state()])]
+    return [each.get_rng_state() for each in (torch, in_use()) if each is not None]
 
 
 def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -131,17 +114,6 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 
 def _name(func: Any) -> str:
     return str(func._schema.name).removeprefix("aten::")
-
-
-def _likeliest(given: Mapping[str, Any], value: float) -> Tensor:
-    """A draw with replacement may take the likeliest each time, one without takes the likeliest ones."""
-    found: Tensor = given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices
-    return found
-
-
-def _leaky(given: Mapping[str, Any], value: float) -> Tensor:
-    x: Tensor = given["self"]
-    return torch.where(x > 0, x, x * (given["lower"] + given["upper"]) / 2)
 
 
 _MADE: dict[str, Callable[[Mapping[str, Any], float], Any]] = {
@@ -156,10 +128,11 @@ _MADE: dict[str, Callable[[Mapping[str, Any], float], Any]] = {
     ),
     "native_dropout": lambda given, value: given["input"],
     "randperm": lambda given, value: torch.arange(given["n"]).flip(0),
-    "multinomial": _likeliest,
+    # With replacement the likeliest each time, without it the likeliest ones.
+    "multinomial": lambda given, _: given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices,
     # Distributions whose mean stands for a draw; the first one is behind Beta, too.
     "_sample_dirichlet": lambda given, value: given["self"] / given["self"].sum(-1, keepdim=True),
     **dict.fromkeys(("_standard_gamma", "poisson"), lambda given, value: given["self"]),
-    "rrelu_with_noise": _leaky,
+    "rrelu_with_noise": lambda given, _: leaky_relu(given["self"], (given["lower"] + given["upper"]) / 2),
 }
 """By the name of each operator: what stands for its draws, of its arguments and the value that is set."""

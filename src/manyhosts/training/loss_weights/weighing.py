@@ -1,18 +1,22 @@
 """What the pieces of a global batch count in its mean: known to all workers before the first backward pass.
 
-Pieces count by their samples unless the loss is known, found or said to be another mean. Then each step has one small
-exchange more: what all pieces count together. It is added up exactly, so no bit of it depends on who computed what.
+Pieces count by their samples unless the loss is known, found or said to be another mean: over targets that count, by
+class weights, or by a rule of the user's, which says what one piece counts. The mean over a global batch is then the
+sum of `count * loss` over the sum of the counts, however it was cut. Each step has one small exchange more: what all
+pieces count together. It is added up exactly, so no bit of it depends on who computed what.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
@@ -21,19 +25,122 @@ from manyhosts.data.data import Data
 from manyhosts.data.fetch import tensors_of
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step
 from manyhosts.errors import ConfigError, TrainingError
-from manyhosts.training.loss_weights.means import (
-    LOOKED_FOR,
-    Rule,
-    TargetMean,
-    class_mean,
-    counted,
-    has_ignored,
-    is_plain,
-    place_of_labels,
-    refuse_sum,
-)
 
+Rule = Callable[[Any], Any]
+"""`rule(batch)`: what the batch of one piece counts, a number of at least 0; for several losses one for each."""
 Weight = Rule | Literal["samples"]
+_LABELS = ("labels", "label", "targets", "target")
+_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+class TargetMean:
+    """A mean over the targets of a batch that are not left out, each by the weight of its class."""
+
+    def __init__(self, weight: Tensor | None = None, ignored: int = -100, *, shifted: bool = False) -> None:
+        """`weight`: of each class, shape (classes,). `ignored`: as PyTorch's cross-entropy has it unless told another.
+
+        `shifted`: the first label of a sequence predicts nothing, so it does not count (causal language models).
+        """
+        self.weight = None if weight is None else weight.detach().cpu().double()
+        self.ignored, self.shifted = ignored, shifted
+
+    def __call__(self, batch: Any) -> float:
+        """How many of them there are, or the sum of their class weights.
+
+        Raises:
+            ConfigError: the batch has no targets.
+        """
+        targets = targets_of(batch)
+        if targets is None:
+            raise ConfigError(
+                "the loss was found to be a mean over labels, and this batch has none",
+                where="mh.Trainer(step=…)",
+                fix="give weight=function(batch) -> what the batch counts in the mean",
+            )
+        if targets.is_floating_point():  # a probability for each class, shape (N, C, ...): a plain mean
+            return float(targets.numel() / targets.shape[1])
+        targets = targets[..., 1:] if self.shifted else targets
+        counted = targets[targets != self.ignored]
+        return float(len(counted) if self.weight is None else self.weight[counted.cpu()].sum())
+
+    def leaves_out(self, batch: Any) -> bool:
+        """Whether a target of this batch does not count."""
+        targets = targets_of(batch)
+        return targets is not None and not targets.is_floating_point() and bool((targets == self.ignored).any())
+
+
+LOOKED_FOR: Mapping[str, TargetMean] = {"labels": TargetMean(), "shifted labels": TargetMean(shifted=True)}
+"""Rules that are found by trial: means over the labels that are not -100, as in the models of `transformers`."""
+has_ignored = LOOKED_FOR["labels"].leaves_out
+"""Whether a label of a batch is -100."""
+
+
+def rules_for(batch: Any) -> dict[str, TargetMean]:
+    """Those of `LOOKED_FOR` that this batch could follow."""
+    labels = targets_of(batch)
+    if labels is None or labels.dtype not in (torch.int64, torch.int32):
+        return {}
+    return dict(list(LOOKED_FOR.items())[: labels.dim()])  # a label alone has no neighbours to be shifted to
+
+
+def counted(rule: Rule, batch: Any) -> dict[str, float]:
+    """What a batch counts by `rule`, for each loss by name; by `""` where there is one number for all."""
+    given = rule(batch)
+    return {name: float(each) for name, each in (given if isinstance(given, Mapping) else {"": given}).items()}
+
+
+def targets_of(batch: Any) -> Tensor | None:
+    """The targets of a batch, by the usual names or as the second of a pair; None where there are none."""
+    found: Any = None
+    if isinstance(batch, Mapping):
+        found = batch.get(_place_of_labels(batch))
+    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        found = batch[1]
+    return found if isinstance(found, Tensor) and found.dim() else None
+
+
+def _place_of_labels(batch: Any) -> str | int:
+    return next((name for name in _LABELS if name in batch), _LABELS[0]) if isinstance(batch, Mapping) else 1
+
+
+def class_mean(loss: Any) -> TargetMean | None:
+    """The rule of a loss of PyTorch that is no mean over samples; None for any other."""
+    function, given = _function(loss)
+    is_by_class = isinstance(loss, _BY_CLASS) and type(loss).forward in [kind.forward for kind in _BY_CLASS]
+    if is_by_class or function in (functional.cross_entropy, functional.nll_loss):
+        return TargetMean(given.get("weight"), given.get("ignore_index", -100))
+    return None
+
+
+def is_plain(loss: Any) -> bool:
+    """Whether `loss` is one of PyTorch's own, which but for those by class are all means over samples of one size."""
+    function, _ = _function(loss)
+    is_function = getattr(functional, getattr(function, "__name__", ""), None) is function
+    return is_function or type(loss).__module__ == "torch.nn.modules.loss"
+
+
+def refuse_sum(loss: Any) -> None:
+    """Refuse a loss of PyTorch that adds its samples up.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if _function(loss)[1].get("reduction") == "sum":
+        raise ConfigError(
+            "the loss adds up what its samples cost (reduction='sum'), but must be the mean over them",
+            where="mh.Trainer(loss=…)",
+            fix="use reduction='mean', and a learning rate as many times as large as a batch has samples",
+        )
+
+
+def _function(loss: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function behind `functools.partial`, and what it is given by name, or a module has as attributes."""
+    given: dict[str, Any] = {}
+    while isinstance(loss, functools.partial):
+        given = {**loss.keywords, **given}
+        loss = loss.func
+    held = ("weight", "ignore_index", "reduction")
+    return loss, {name: getattr(loss, name) for name in held if hasattr(loss, name)} | given
 
 
 class Weighing:
@@ -55,8 +162,7 @@ class Weighing:
         self.mesh = Mesh(world)
         """How the workers are laid out, once there is a strategy: the counts of those are added that read different
         samples."""
-        self.parts = settings.virtual_workers or 1
-        self.by_part = settings.virtual_workers is not None
+        self.virtual_workers = settings.virtual_workers
         self.said = settings.weight or weight
         """What the user says."""
         if self.said is None:
@@ -65,79 +171,67 @@ class Weighing:
         all_count = None if self.classes is None else _all_count(self.classes, data)
         plain = self.said is None and self.classes is None and loss is not None and is_plain(loss)
         self.knows = self.said == "samples" or all_count is True or plain
-        """Whether nobody need look at the loss."""
-        self.rule: Rule | None = None if self.said in (None, "samples") else self.said  # type: ignore[assignment]
+        """Whether no worker need look at the loss."""
+        self.rule: Rule | None = self.said if callable(self.said) else self.classes if all_count is False else None
         """What a piece counts; None: its samples."""
-        self.evaluation: Rule | None = self.rule or self.classes
-        """The same in an evaluation, where to count costs no exchange."""
-        self.guard: Callable[[Any], bool] | None = None
-        """Where pieces count by their samples because no target was left out so far: what would change that."""
-        self.names: tuple[str, ...] = ("",)
-        """Of the losses that `weight` gives a number each for; one without a name where it gives one number."""
-        self.looks: Callable[[LoadedPiece], str] | None = None
-        """Tells of a piece why its loss is no mean over its planned samples; empty where it is one."""
-        self.rows = 0
-        """Of a batch for each of its planned samples; 0 before the first one."""
         self.must_look = self.classes is not None and all_count is None
         """Whether only batches show if targets are left out."""
-
-    def use(self, name: str) -> None:
-        """Count by the rule of this name from now on, which was found by trial."""
-        self.rule = self.evaluation = LOOKED_FOR.get(name)
-        self.guard = has_ignored if name == "samples" else None
+        self.checks = False
+        """Whether pieces that count by their samples are held against those of the first step, where a batch is cut."""
+        self.guard: Callable[[Any], bool] | None = None
+        """Where no target was left out so far: whether one is in a batch."""
+        self.rows: int | None = None
+        """Of the first batch for each of its planned samples; 0 where samples have no equal numbers of rows."""
+        self.names: tuple[str, ...] = ("",)
+        """Of the losses that `weight` gives a number each for; one without a name where it gives one number."""
 
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
         """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
         assert self.classes is not None, "only such a loss has targets to look at"
-        if not self.must_look:
-            self.rule = self.classes
-            return
-        differs = self.world.any(any(self.classes.differs(piece.batch) for piece in pieces))
-        self.rule, self.guard = (self.classes, None) if differs else (None, self.classes.leaves_out)
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether no piece need be looked at."""
-        return self.rule is None and self.guard is None and self.looks is None
+        found = [each for piece in pieces if (each := targets_of(piece.batch)) is not None]
+        labels = [each for each in found if not each.is_floating_point()]
+        differs = any(each.dim() > 1 or bool((each == self.classes.ignored).any()) for each in labels)
+        self.rule, self.guard = (self.classes, None) if self.world.any(differs) else (None, self.classes.leaves_out)
 
     def of(self, step: Step, number: int) -> tuple[Step, float]:
         """A step whose pieces have their weights in the mean, and what all of the batch counts.
 
         Raises:
             TrainingError: a weight is no number of at least 0, here or on another worker.
-            ConfigError: a target does not count, which was not to be seen at the start.
+            ConfigError: a target does not count, or a sample is left out, which was not to be seen at the start.
         """
         if self.rule is None:
-            guarded = [DuePiece(piece.plan, self._checked, piece, number) for piece in step.pieces]
-            return replace(step, pieces=guarded), float(step.samples)
+            checked = [DuePiece(piece.plan, self._checked, piece, number) for piece in step.pieces]
+            return replace(step, pieces=checked), float(step.samples)
         fetched = step.fetched()  # what they count is in their batches
         real = [piece for piece in fetched if piece.plan.weight]
         counts, trouble = self._counts(real)
-        by_part = torch.zeros(self.parts, len(self.names), dtype=torch.float64)
+        by_part = torch.zeros(self.virtual_workers or 1, len(self.names), dtype=torch.float64)
         for part in {piece.plan.part for piece in real} if not trouble else ():
             own = [count for piece, count in zip(real, counts, strict=True) if piece.plan.part == part]
             sums = [math.fsum(each[name] for each in own) for name in self.names]
-            by_part[part if self.by_part else 0] = torch.tensor(sums, dtype=torch.float64)
+            by_part[part if self.virtual_workers is not None else 0] = torch.tensor(sums, dtype=torch.float64)
         if trouble:
-            by_part[:] = math.nan  # so that the others hear of it, and nobody waits
+            by_part[:] = math.nan  # so that the others hear of it, and no worker waits
         reported = self.world.stack(by_part.flatten().to(self.world.device)).reshape(-1, *by_part.shape)
-        is_known = not bool(reported.isnan().any())
-        reported = reported[list(self.mesh.peers("replicate", "shard"))]
-        totals = {name: math.fsum(reported[..., place].flatten().tolist()) for place, name in enumerate(self.names)}
-        if not is_known:
+        if bool(reported.isnan().any()):
             raise TrainingError(
                 trouble or "the weight of a piece could not be found on another worker",
                 where=f"weight, step {number}",
                 fix="let weight(batch) return a finite number of at least 0: what the batch counts in the mean; for "
                 "several losses one for each, always under the same names",
             )
+        reported = reported[list(self.mesh.peers("replicate", "shard"))]
+        totals = {name: math.fsum(reported[..., place].flatten().tolist()) for place, name in enumerate(self.names)}
         weighed = iter([self._weighed(piece, count, totals) for piece, count in zip(real, counts, strict=True)])
         pieces = [next(weighed) if piece.plan.weight else piece for piece in fetched]
-        counted = reported.sum((0, 2)).tolist()
-        audits = [
-            replace(each, pieces=[self._share(piece, totals) for piece in each.pieces])
-            for each in step.audits
-            if counted[each.audit.part]  # of a part that counts nothing, nobody computes anything
+        by_all = reported.sum((0, 2)).tolist()
+
+        def again(piece: LoadedPiece) -> LoadedPiece:  # of another worker's, with the weight that it has there
+            return self._weighed(piece, self._counts([piece])[0][0], totals) if piece.plan.weight else piece
+
+        audits = [  # of a part that counts nothing, no worker computes anything
+            replace(each, pieces=list(map(again, each.pieces))) for each in step.audits if by_all[each.audit.part]
         ]
         return replace(step, pieces=pieces, audits=audits), sum(totals.values())
 
@@ -145,14 +239,8 @@ class Weighing:
         """A piece with its share of each loss that counts anything, and as its weight the mean of these."""
         shares = {name: counts[name] / total if total else 0.0 for name, total in totals.items()}
         weight = math.fsum(shares.values()) / max(1, sum(map(bool, totals.values())))
-        several = None if self.names == ("",) else shares
-        return replace(piece, plan=replace(piece.plan, weight=weight, shares=several))
-
-    def _share(self, piece: LoadedPiece, totals: Mapping[str, float]) -> LoadedPiece:
-        """A piece of another worker's, which is computed here once more: with the weight that it has there."""
-        if not piece.plan.weight or not any(totals.values()):
-            return piece
-        return self._weighed(piece, self._counts([piece])[0][0], totals)
+        plan = replace(piece.plan, weight=weight, shares=None if self.names == ("",) else shares)
+        return replace(piece, plan=plan)
 
     def _counts(self, pieces: Sequence[LoadedPiece]) -> tuple[list[dict[str, float]], str]:
         """What each piece counts; in words, why that cannot be known."""
@@ -171,36 +259,32 @@ class Weighing:
         return counts, ""
 
     def _checked(self, piece: LoadedPiece | DuePiece, number: int) -> Any:
-        """The batch of a piece, of which every target counts."""
-        batch = piece.batch
-        if piece.plan.weight:
-            planned, rows = len(piece.plan.indices), rows_of(batch)
-            has_others = self.looks is not None and self._has_other_rows(planned, rows)
-            if has_others and self.looks and (what := self.looks(LoadedPiece(piece.plan, batch))):
-                raise ConfigError(
-                    f"the batch of a piece of {planned} samples has {rows} rows, and {what}",
-                    where=f"mh.Data(collate=…), step {number}",
-                    fix="leave no sample out in collate or __getitem__, or give weight=function(batch) -> what is left",
-                )
-            if self.guard is not None and self.guard(batch):
-                raise ConfigError(
-                    f"a target of step {number} does not count in the loss (it is the ignored class), and at the start "
-                    "all did, so pieces were taken to count by their samples",
-                    where=f"mh.Trainer(loss=…), step {number}",
-                    fix=f"give weight=lambda batch: (batch[{place_of_labels(batch)!r}] != -100).sum(), or what else a "
-                    "piece counts in the mean",
-                )
+        """The batch of a piece that counts by its samples: it has all of them, and every target counts."""
+        batch, planned = piece.batch, len(piece.plan.indices)
+        if not piece.plan.weight:
+            return batch
+        rows = _rows_of(batch)
+        if self.rows is None:
+            self.rows = rows // planned if rows and rows % planned == 0 else 0
+        if self.rows and rows is not None and rows != self.rows * planned:
+            raise ConfigError(
+                f"the batch of a piece of {planned} samples has {rows} rows, and the first had {self.rows} for each",
+                where=f"mh.Data(collate=…), step {number}",
+                fix="leave no sample out in collate or __getitem__, or give weight=function(batch) -> what is left; "
+                'where the loss is a mean over samples all the same, weight="samples"',
+            )
+        if self.guard is not None and self.guard(batch):
+            raise ConfigError(
+                f"a target of step {number} does not count in the loss (it is the ignored class), and at the start "
+                "all did, so pieces were taken to count by their samples",
+                where=f"mh.Trainer(loss=…), step {number}",
+                fix=f"give weight=lambda batch: (batch[{_place_of_labels(batch)!r}] != -100).sum(), or what else a "
+                "piece counts in the mean",
+            )
         return batch
 
-    def _has_other_rows(self, planned: int, rows: int | None) -> bool:
-        """Whether a batch has other rows for each planned sample than the first one had."""
-        if rows is None or self.said is not None:
-            return False
-        self.rows = self.rows or rows // planned
-        return rows != self.rows * planned
 
-
-def rows_of(batch: Any) -> int | None:
+def _rows_of(batch: Any) -> int | None:
     """The rows that all tensors of a batch have; None where they have others, or it holds something else."""
     held = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
     sizes = {each.shape[0] if isinstance(each, Tensor) and each.dim() else None for each in held}
@@ -211,10 +295,8 @@ def _all_count(classes: TargetMean, data: Data) -> bool | None:
     """Whether all targets of the training set count alike; None where only reading them would tell."""
     if classes.weight is not None:
         return False
-    if data.collate is not None or data.train is None or (found := tensors_of(data.train)) is None:
+    found = None if data.collate is not None or data.train is None else tensors_of(data.train)
+    if found is None or len(found[0]) != 2:
         return None
-    tensors, rows = found
-    if len(tensors) != 2:
-        return None
-    targets = tensors[1] if rows is None else tensors[1][rows]
+    targets = found[0][1] if found[1] is None else found[0][1][found[1]]
     return targets.is_floating_point() or not bool((targets == classes.ignored).any())

@@ -65,7 +65,7 @@ class Scene:
             hello=Hello(node=0, **FACTS | {"session": "own"}),  # type: ignore[arg-type]
             on_message=self.at_agent.append,
             on_end=lambda: self.ended.append(True),
-            tell=self.words.append,
+            show=self.words.append,
         )
 
     def train(self, relay: Relay | None = None) -> tuple[Node, HeadConnection]:

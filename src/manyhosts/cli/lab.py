@@ -77,7 +77,7 @@ def _order(order: str, words: str) -> click.Command:
     @_name
     @click.argument("host")
     def command(host: str, name: str, trace: bool) -> int:
-        control.tell(order, host, name=name)
+        control.send_order(order, host, name=name)
         return 0
 
     return click.command(order, help=words)(command)
@@ -94,7 +94,7 @@ for _verb, _words in _ORDERS.items():
 @_trace
 def slow(host: str, rate: str, name: str, trace: bool) -> int:
     """Make the cable of HOST as fast as RATE says: 100mbit."""
-    control.tell("slow", host, rate=rate, name=name)
+    control.send_order("slow", host, rate=rate, name=name)
     return 0
 
 
@@ -103,7 +103,7 @@ def slow(host: str, rate: str, name: str, trace: bool) -> int:
 @_trace
 def list_hosts(name: str, trace: bool) -> int:
     """The hosts of the lab and their addresses."""
-    for host, address in control.tell("list", name=name)["hosts"].items():
+    for host, address in control.send_order("list", name=name)["hosts"].items():
         print(f"{host}  {address}")
     return 0
 

@@ -75,7 +75,7 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
     try:
         with contextlib.closing(Progress(sys.stderr, silent=as_json)) as progress:
             proof = proving.prove(
-                asked, lambda trial: progress.tell(paint(f"trial {next(counted)}: {trial}"[:_WIDTH], "dim"))
+                asked, lambda trial: progress.show(paint(f"trial {next(counted)}: {trial}"[:_WIDTH], "dim"))
             )
     except Interrupted:
         return _INTERRUPTED

@@ -44,7 +44,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
         for note in again.notes():
             say(f"note: {note}")
         before = again.differences_before(root)
-        _tell(before, say)
+        _show(before, say)
         if dry_run:
             say(again.command(root))
             if as_json:
@@ -52,7 +52,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
                 print(json.dumps({"run": str(again.run_dir), "then": again.then, "differences": reported}))
             return 0
         found = again(root, _MANYHOSTS, quiet=as_json)
-        _tell([each for each in found.differences if each not in before], say)
+        _show([each for each in found.differences if each not in before], say)
     if as_json:
         print(json.dumps({**asdict(found), "is_equal": found.is_equal}))
     elif found.code == 0:
@@ -68,7 +68,7 @@ def _verdict(is_equal: bool, then: str, now: str, differs: bool) -> str:
     return f"other weights: sha256 {now or 'unknown'}, and was {then}; {why}"
 
 
-def _tell(found: Iterable[Difference], say: Callable[[str], None]) -> None:
+def _show(found: Iterable[Difference], say: Callable[[str], None]) -> None:
     for each in found:
         say(f"{each.kind} differs: {each.what}")
 

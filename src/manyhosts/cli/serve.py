@@ -119,7 +119,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         grace_s=words["grace"],
     )
 
-    def tell(address: str) -> None:
+    def announce(address: str) -> None:
         print(f"serving {path} at {address}", file=sys.stderr)
         if made:
             print(f"token: {token}", file=sys.stderr)
@@ -128,7 +128,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         print(f"  curl {header}{address}/readyz", file=sys.stderr)
         sys.stderr.flush()
 
-    served(options, tell)
+    served(options, announce)
     return 0
 
 

@@ -81,7 +81,7 @@ def tune(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
         progress.close()
         print(f"tune: {text}", file=sys.stderr, flush=True)
 
-    tuner = Tuner(asked, folder, _PROGRAM, say, progress.tell)
+    tuner = Tuner(asked, folder, _PROGRAM, say, progress.show)
     try:
         tuner.run()
     except Interrupted:

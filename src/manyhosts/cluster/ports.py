@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from manyhosts.errors import ConfigError
 
 VARIABLE = "MANYHOSTS_PORTS"
-"""Tells agents and workers the range; empty or unset where the system chooses."""
+"""The variable that gives agents and workers the range; empty or unset where the system chooses."""
 _LOWEST, _HIGHEST = 1024, 65535
 
 
@@ -51,7 +51,7 @@ class Range:
 
 
 def needed(workers: int) -> int:
-    """How many ports a host with so many workers may need at once, beside those of the head and of hosts that connect.
+    """How many ports a host with so many workers may need at once, besides those of the head and of hosts that join.
 
     Two for each worker, as a new group opens its port before that of the group that broke is closed; and two for the
     store, for the same reason.

@@ -1,4 +1,4 @@
-"""Where agents connect: whoever comes has a few seconds to show that it belongs to the run.
+"""Where agents connect: a caller has a few seconds to show that it belongs to the run.
 
 Nothing that a stranger sends ends more than its own connection, and no number of them keeps an agent out for long.
 """
@@ -27,7 +27,7 @@ _LONGEST_LINE = 1 << 14
 _BACKLOG = 128
 _SWEEP_S = 0.25
 _PAUSE_S = 0.2
-"""How long nobody is let in where this process can open no more files."""
+"""How long no connection is accepted when this process can open no more files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Acceptor:
         """`admit` is given the connection of one that knows `token`, its `Hello` and which version it speaks.
 
         It listens at `address`; where the port there is 0, at one of `ports`, or at any free one.
-        `enrols` says whether one that sends a key is given `token`; nobody is where it is None.
-        `answer` says what one that knows `token` is told that asks whether it may join; nobody may where it is None.
+        `enrols` says whether a caller that sends a key is given `token`; None: never.
+        `answer` answers a caller that knows `token` and asks whether it may join; None: none may.
         """
         self._loop, self._token, self._admit = loop, token, admit
         self._identity = identity or tls.Identity()
@@ -80,7 +80,7 @@ class Acceptor:
         return addresses.place(*self._listening.getsockname()[:2])
 
     def close(self) -> None:
-        """Let nobody in any more: whoever comes now finds nobody."""
+        """Accept no more connections."""
         self._is_open = False
         self._loop.unwatch(self._listening)
         self._listening.close()
@@ -134,7 +134,7 @@ class Acceptor:
         channel.close()
 
     def _hear(self, channel: Channel, found: Message) -> None:
-        """It calls, and is told that we know the token; then it shows that it does, or is not heard any further."""
+        """A caller's message: we prove that we know the token, then it does, or its connection is closed."""
         answer: FromCalled | None = None
         proof = self._strangers[channel].proof
         try:

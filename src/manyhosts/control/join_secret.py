@@ -37,7 +37,7 @@ class JoinSecret:
         """Read what `str` made of one. Case, spaces and dashes do not count.
 
         Raises:
-            ConfigError: it is not whole, or a letter of it is another one.
+            ConfigError: it is incomplete, or a letter of it is wrong.
         """
         letters = re.sub(r"[\s-]", "", text).upper().translate(_MISREAD)
         try:

@@ -1,6 +1,6 @@
 """What `manyhosts join` does: asks a head what this host must have, sees to that, and becomes the agent of this host.
 
-Before anything is told to the head, or believed of it, it has shown the certificate that the secret names and has
+Before anything is sent to the head, or believed of it, it has shown the certificate that the secret names and has
 proven that it knows the rest of the secret.
 """
 
@@ -25,7 +25,7 @@ from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import contents, hostfile, interfaces, remote_probe, version_check
 
 _NAMED = 3
-"""Files that are named; of more, their number is told."""
+"""Files that are named; of more, only their number."""
 LOST = 3
 """The exit code of a host that has lost the head, or was turned away."""
 
@@ -116,7 +116,7 @@ def _connect(place: str) -> socket.socket:
         ) from cause
     except ConnectionRefusedError as cause:
         raise LaunchError(
-            f"nobody listens at {place}",
+            f"no head listens at {place}",
             where=place,
             fix="see that `manyhosts run --on join` is waiting there, and that this is the port that it shows",
         ) from cause
@@ -124,7 +124,7 @@ def _connect(place: str) -> socket.socket:
         raise LaunchError(
             f"{place} is not to be reached from here: {cause.strerror or cause}",
             where=place,
-            fix="see that a firewall before it lets this port pass; behind an address translation its router must lead"
+            fix="see that firewalls let this port pass; with address translation (NAT), its router must forward"
             " the port there, and -o advertise= gives the router's address",
         ) from cause
 

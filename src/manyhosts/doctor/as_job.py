@@ -25,7 +25,7 @@ _PATIENCE_S = 900.0
 _LAST_WORDS = 3
 
 
-def examine(engine: Engine, job: Job, request: Request, tell: Callable[[str], None]) -> Examination:
+def examine(engine: Engine, job: Job, request: Request, report: Callable[[str], None]) -> Examination:
     """Send the doctor as a job, hear what it has found, and take the job away. `tell` hears what is being done.
 
     Raises:
@@ -34,12 +34,12 @@ def examine(engine: Engine, job: Job, request: Request, tell: Callable[[str], No
     request = _there(engine, job, request)
     own = replace(job, in_place=in_job.__name__, environment={in_job.REQUEST: json.dumps(asdict(request))})
     jobs = handles.jobs_of(engine)
-    tell(f"sending the doctor to {request.target}")
+    report(f"sending the doctor to {request.target}")
     name = jobs.send(engine.plan(own))
     begin = time.monotonic()
     reported = False
     try:
-        found = _hear(jobs, name, request, tell)
+        found = _hear(jobs, name, request, report)
         reported = True
     except LaunchError as error:
         lost = [unreachable(error, request.target)]
@@ -51,10 +51,10 @@ def examine(engine: Engine, job: Job, request: Request, tell: Callable[[str], No
     return found
 
 
-def _hear(jobs: Jobs, name: str, request: Request, tell: Callable[[str], None]) -> Examination:
+def _hear(jobs: Jobs, name: str, request: Request, report: Callable[[str], None]) -> Examination:
     deadline = time.monotonic() + _PATIENCE_S
     while (status := jobs.status(name)).state == "waiting":
-        tell(f"waiting for {request.target}: {status.reason}")
+        report(f"waiting for {request.target}: {status.reason}")
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"the first node was not started within {_PATIENCE_S:.0f} s: {status.reason}",
@@ -65,7 +65,7 @@ def _hear(jobs: Jobs, name: str, request: Request, tell: Callable[[str], None]) 
     said: deque[str] = deque(maxlen=_LAST_WORDS)
     for kind, text in in_job.read(jobs.logs(name, follow=True)):
         if kind == "does":
-            tell(text)
+            report(text)
         elif kind == "found":
             found = Examination.of_json(request, json.loads(text))
             if any(one.check == "reach" for one in found.findings):

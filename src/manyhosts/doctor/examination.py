@@ -81,11 +81,11 @@ class Examination:
 
 
 def examine(
-    reached: Sequence[Reached], lost: Sequence[Finding], request: Request, tell: Callable[[str], None]
+    reached: Sequence[Reached], lost: Sequence[Finding], request: Request, report: Callable[[str], None]
 ) -> Examination:
     """Look at all that were reached. `tell` hears what is being done, for somebody who waits."""
     begin = time.monotonic()
-    found = _Rounds(reached, request, tell)
+    found = _Rounds(reached, request, report)
     found.hosts.lost += lost
     if reached:
         found.look()
@@ -114,16 +114,16 @@ def examine(
 class _Rounds:
     """The rounds from host to host."""
 
-    def __init__(self, reached: Sequence[Reached], request: Request, tell: Callable[[str], None]) -> None:
+    def __init__(self, reached: Sequence[Reached], request: Request, report: Callable[[str], None]) -> None:
         self.hosts = ReachedHosts(reached)
         self.facts: dict[str, Facts] = {each.name: _first_facts(each) for each in reached}
         self.pairs: list[Facts] = []
         self.meeting: Facts = {}
-        self._request, self._tell = request, tell
+        self._request, self._report = request, report
 
     def look(self) -> None:
         """What each host is alone."""
-        self._tell(f"looking at {len(self.hosts.there)} host{'s' if len(self.hosts.there) > 1 else ''}")
+        self._report(f"looking at {len(self.hosts.there)} host{'s' if len(self.hosts.there) > 1 else ''}")
         request = self._request
         for name, seen in self.hosts.of_all("look", run_dir=request.run_dir, script=request.script).items():
             self.facts[name].update(seen)
@@ -137,7 +137,7 @@ class _Rounds:
         for name, clock in self.hosts.each(_clock).items():
             self.facts[name]["clock"] = clock
         if request.data:
-            self._tell("comparing the data")
+            self._report("comparing the data")
             checksum = self.hosts.of_all("checksum", timeout_s=_READING_S, paths=list(request.data))
             for name, data in checksum.items():
                 self.facts[name]["data"] = data
@@ -172,7 +172,7 @@ class _Rounds:
 
     def await_exercise(self) -> None:
         """Wait until torch is loaded: it would disturb what is measured from now on."""
-        self._tell("starting torch on every host")
+        self._report("starting torch on every host")
         wish = {"allowed_s": _TORCH_S, "timeout_s": _TORCH_S + 5}
         for name, said in self.hosts.each(
             lambda each: each.asked.ask("await exercise", **wish), self._with_torch()
@@ -200,7 +200,7 @@ class _Rounds:
         """Every pair in both directions: first whether it opens, all at once; then how fast it is, in rounds."""
         if len(self.hosts.there) < 2:
             return
-        self._tell("trying the ways between the hosts")
+        self._report("trying the ways between the hosts")
         token = secrets.token_hex(16)
         ports = self.hosts.each(lambda each: each.asked.ask("listen", address=self._address(each), token=token))
         listening = [each for each in self.hosts.there if each.name in ports]
@@ -270,7 +270,7 @@ class _Rounds:
     def compute(self) -> None:
         """How fast each host is. Hosts that are one machine in truth take turns; the best of several turns counts."""
         able = self._able() or self.hosts.there
-        self._tell("measuring how fast each host computes")
+        self._report("measuring how fast each host computes")
         for _ in range(_SPEED_ROUNDS):
             self._compute_once(able)
         for _ in range(_MORE_SPEED_ROUNDS):  # a neighbour's noise goes by, a slow host stays slow
@@ -307,7 +307,7 @@ class _Rounds:
         closed = any(pair["trouble"] for pair in self.pairs if {pair["from"], pair["to"]} <= names)
         if len(able) < 2 or closed:  # where a way is closed it can only fail, and that is told already
             return
-        self._tell("having all hosts meet")
+        self._report("having all hosts meet")
         address = self._address(able[0])
         opened = self.hosts.ask(able[0], "exercise", do="open", address=address, allowed_s=_MEETING_S) or {}
         self.meeting = {"hosts": [each.name for each in able], "address": address, "port": opened.get("port")}

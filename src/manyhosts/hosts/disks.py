@@ -15,7 +15,7 @@ from manyhosts.hosts.connection import Connection
 
 T = TypeVar("T")
 HERE = -1
-"""The number of this machine, beside those of nodes."""
+"""The number of this machine, next to those of nodes."""
 MARKS = f"{remote_probe.MARK_OF_DISK}*"
 """A pattern of such files, which are brought nowhere."""
 

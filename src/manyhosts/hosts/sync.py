@@ -24,13 +24,13 @@ from manyhosts.records import run_directory, run_lock
 _OF_EACH_MACHINE = (run_lock.NAME, run_directory.HEAD, disks.MARKS)
 """What is in a run directory and is not fetched."""
 
-Tell = Callable[[int, int], None]
-"""Is told now and then how many bytes of how many have gone."""
+Progress = Callable[[int, int], None]
+"""Called now and then with the bytes sent and the bytes in all."""
 _TELL_S = 5.0
 _BEGINS = b"manyhosts-archive "
-"""Stands before what is fetched: a login shell may have said something."""
+"""Precedes what is fetched: a login shell may have printed something."""
 _AFTER = 'printf %s "$0"; exec "$@"'
-"""For sh: say what stands before the command, and run it."""
+"""For sh: print the first word, and run the others."""
 _HARMLESS = (
     *("file changed as we read it", "File removed before we read it", "Cannot stat: No such file or directory"),
     "Exiting with failure status due to previous errors",
@@ -41,7 +41,7 @@ _MOST_HASHED = 64 << 20
 """Bytes that are read here and there to compare content: a quarter of a second, or less."""
 
 
-def bring(connection: Connection, files: Files, *, tell: Tell | None = None) -> None:
+def bring(connection: Connection, files: Files, *, progress: Progress | None = None) -> None:
     """Make `files` on the host what they are here.
 
     Raises:
@@ -74,9 +74,9 @@ def bring(connection: Connection, files: Files, *, tell: Tell | None = None) -> 
                     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
                         archive.add(folder / path, arcname=path, recursive=False)
                     gone += states[path].st_size
-                    if tell is not None and time.monotonic() - reported > _TELL_S:
+                    if progress is not None and time.monotonic() - reported > _TELL_S:
                         reported = time.monotonic()
-                        tell(gone, total)
+                        progress(gone, total)
 
         _stream(connection, ["tar", "--extract", "--directory", str(folder)], pack)
 
@@ -151,7 +151,7 @@ def _stays(member: tarfile.TarInfo, source: Path) -> str:
 def _stream(
     connection: Connection, words: Sequence[str], work: Callable[[IO[bytes]], None], reported: bytes | None = None
 ) -> None:
-    """Run `words` on the host while `work` writes its standard input; or reads its output, where it is `told` that.
+    """Run `words` on the host while `work` writes its standard input; or reads its output, if given `reported`.
 
     Raises:
         LaunchError: either side failed.

@@ -14,7 +14,7 @@ LET_THEM_MEET = (
 )
 """What helps hosts that do not reach each other."""
 MAKE_A_NETWORK = (
-    "the one that is to be reached is behind a firewall or an address translation: join both by WireGuard (see"
+    "a firewall or address translation (NAT) is in the way: join both by WireGuard (see"
     " docs/security.md), and give their addresses on it, here with -o address= and there with --address"
 )
 """What helps hosts that are on different networks."""
@@ -48,7 +48,7 @@ class Ways:
     """What hosts have found when they connected to each other."""
 
     def __init__(self, *, one_way: bool) -> None:
-        """`one_way`: whether a direction may be closed in which none is opened, as behind an address translation."""
+        """`one_way`: whether a direction may be closed in which none is opened, as with address translation."""
         self._one_way = one_way
         self.places: dict[int, Place] = {}
         """By node."""

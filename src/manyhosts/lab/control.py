@@ -72,7 +72,7 @@ class Control:
         return {}
 
 
-def tell(order: str, host: str = "", *, rate: str = "", name: str = "") -> dict[str, Any]:
+def send_order(order: str, host: str = "", *, rate: str = "", name: str = "") -> dict[str, Any]:
     """Give an order to the lab called `name`, or to the only one. Returns its answer.
 
     Raises:

@@ -115,7 +115,7 @@ def _run(plan: Plan, display: Display, left: takeover.HeadCheckpoint | None) -> 
         identity=Identity(known.get("identity", "")),
         offer=_offer(job),
         mark=known.get("mark") or f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join",
-        tell=display.warn,
+        say=display.warn,
     )
     patience_s = choices.seconds(job.options, "wait") or _PATIENCE_S
     endpoint = HeadEndpoint(port=port, patience_s=patience_s, joining=joining)
@@ -123,7 +123,7 @@ def _run(plan: Plan, display: Display, left: takeover.HeadCheckpoint | None) -> 
         endpoint = replace(endpoint, token=left.token)
     if left is not None:
         display.warn("manyhosts: hosts that have joined need do nothing; for others that are to come:")
-    _tell_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
+    _show_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
     succession = takeover.TakeoverConfig(
         job=job,
         facts=joining.to_dict,
@@ -217,7 +217,7 @@ def _offer(job: Job) -> Offer:
     )
 
 
-def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display: Display) -> None:
+def _show_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display: Display) -> None:
     """Show what is typed on the hosts, and the secret: there, or in a file."""
     assert endpoint.joining is not None, "hosts join this run"
     secret = str(JoinSecret(endpoint.token, endpoint.joining.identity.fingerprint[:FINGERPRINT_BYTES]))

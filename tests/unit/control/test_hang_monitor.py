@@ -16,7 +16,7 @@ from manyhosts.control.head.hang_monitor import PATIENCE_S, HangMonitor
 from manyhosts.control.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
 from manyhosts.control.head.state import Node
 from manyhosts.control.job import Job
-from manyhosts.control.protocol import FromHead, Look, Seen, SeenWorker
+from manyhosts.control.protocol import FromHead, InspectWorkers, SeenWorker, WorkerStates
 
 SPIN = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in spin\n'
 REDUCE = (
@@ -63,7 +63,7 @@ class Scene:
         return self.state.display.said
 
     def answer(self, node: Node, message: FromHead) -> None:
-        if not isinstance(message, Look):
+        if not isinstance(message, InspectWorkers):
             return
         self.looks += node.number == 0
         number = node.number
@@ -78,7 +78,7 @@ class Scene:
             stack=self.stacks[number],
             loader="",
         )
-        self.hang_monitor.take_sights(node, Seen(round=message.round, workers=[seen]))
+        self.hang_monitor.take_sights(node, WorkerStates(round=message.round, workers=[seen]))
 
     def report(self, number: int, kind: str, **fields: Any) -> None:
         self.hang_monitor.take_report(number, kind, fields)

@@ -105,7 +105,7 @@ def asking(machine: str) -> Ask:
 class Scene:
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.joining = Joining(identity=None, offer=OFFER, mark="head", tell=self.said.append)  # type: ignore[arg-type]
+        self.joining = Joining(identity=None, offer=OFFER, mark="head", say=self.said.append)  # type: ignore[arg-type]
         self.nodes = [Node(number, f"node{number}", ExternalAgent()) for number in range(3)]
         self.nodes[0].channel, self.nodes[0].name = Session(), "box"  # type: ignore[assignment]
 

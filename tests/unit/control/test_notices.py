@@ -91,7 +91,7 @@ def test_it_is_said_once_also_after_all_have_been_started_again() -> None:
         for ended in (False, True):
             for rank in (0, 1):
                 notices.hear(generation, rank, account(world=0, ended=ended))
-    notices.tell_end()
+    notices.report_end()
     assert len(said) == 1
 
 
@@ -112,9 +112,9 @@ def test_end_without_a_step_is_told_where_an_optimizer_was_made(changed: dict[st
     notices = Notices(said.append)
     for rank in (0, 1):
         notices.hear(0, rank, {**account(steps=0, ended=True, samples=None), **changed})
-    notices.tell_end()
+    notices.report_end()
     assert ["without one optimizer step" in line for line in said] == [True] * is_said
 
 
 def test_run_that_nobody_told_of_ends_in_silence() -> None:
-    Notices(pytest.fail).tell_end()
+    Notices(pytest.fail).report_end()

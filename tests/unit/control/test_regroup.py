@@ -38,7 +38,7 @@ class Hosts:
         self.killed: list[int] = []
         self.started: list[int] = []
 
-    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+    def send_member(self, member: Member, kind: str, /, **content: Any) -> None:
         self.reported.append((member.number, kind, content))
 
     def start_late(self, member: Member) -> None:

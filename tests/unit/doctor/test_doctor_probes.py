@@ -291,6 +291,6 @@ def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: P
     assert (hello["manyhosts"], hello["torch"]) == ("", "")
     assert look["answer"]["condition"]["cores"] >= 1
     assert (left["answer"], seen["answer"]) == ("", "here")
-    assert nonsense["trouble"] == "nobody here knows what 'nonsense' is"
+    assert nonsense["trouble"] == "'nonsense' is not known here"
     assert loop["answer"]["cpu"] > 0
     assert not (tmp_path / "runs").exists(), "what it made is gone"

@@ -105,7 +105,7 @@ def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) ->
     (here / "gone.py").unlink()
     far = Far(here, root)
     reported: list[tuple[int, int]] = []
-    sync.bring(far, found, tell=lambda *numbers: reported.append(numbers))
+    sync.bring(far, found, progress=lambda *numbers: reported.append(numbers))
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["data/x.bin", "train.py"]
     put(root, "run/result.txt", "run/logs/far-0.log", f"run/{MARK_OF_DISK}1")
     sync.fetch(far, here / "run")

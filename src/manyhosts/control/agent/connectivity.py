@@ -1,4 +1,4 @@
-"""An agent's part of the look before a run: it tells how its host is, lets others connect, and connects to them."""
+"""An agent's part of the checks before a run: it reports its host's state, and tries connections in both directions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ConnectivityCheck:
 
     def try_connections(self, places: Sequence[Any]) -> None:
         """Try to reach other hosts: a firewall may keep that waiting for seconds."""
-        self._loop.beside(
+        self._loop.run_in_thread(
             lambda: remote_probe.try_all_connections(list(places)),
             lambda answers: self._head.say(ConnectionsTried(answers=answers)),
         )

@@ -20,7 +20,7 @@ def enrol(head: str, certificate: str) -> str:
     """The secret of the run whose head listens at `head`, host:port, with the certificate of that fingerprint.
 
     Raises:
-        LaunchError: whoever listens there has another certificate, or does not know this agent in time.
+        LaunchError: the other side shows another certificate, or does not recognise this agent in time.
         OSError: the head was not reached.
     """
     key = enrolment.new_key()
@@ -50,7 +50,7 @@ def _ask(head: str, certificate: str, key: str) -> str:
             raise _NotKnownYet(error.what, where=head, fix="") from error
         if shown != certificate:
             raise LaunchError(
-                f"what listens at {head} is not the head of this run: it shows another certificate; it is told nothing",
+                f"what listens at {head} is not the head of this run: it shows another certificate; nothing was sent",
                 where=head,
                 fix="see who has that address and port",
             )

@@ -35,7 +35,7 @@ class HeadClient:
         self._carry()
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of the certificate that the other side has shown, and has the key of. Nothing was told to it yet.
+        """SHA-256 of the certificate that the other side has shown, and has the key of. Nothing was sent to it yet.
 
         Raises:
             LaunchError: it does not speak TLS.

@@ -57,24 +57,24 @@ class Log:
     """
 
     def __init__(self, path: Path, limit_bytes: int, on_gap: Callable[[str], None]) -> None:
-        """Continue behind what is in the file. `limit_bytes`: how large it grows; 0: as it likes.
+        """Append to the file. `limit_bytes`: how large it may grow; 0: no limit.
 
         `on_gap` hears, once, why something could not be written.
         """
         self.path, self._limit, self._on_gap = path, limit_bytes, on_gap
         self._rest = {"out": b"", "err": b""}
-        """What has come of a line that is not whole."""
+        """The beginning of a line that has not ended yet."""
         self._size = 0
         self._file: io.FileIO | None = None
         self._has_gaps = False
-        with contextlib.suppress(OSError):  # it is tried again, and told, when there is something to keep
+        with contextlib.suppress(OSError):  # the next write tries again, and reports it
             self._open()
 
     def write(self, stream: str, chunk: bytes) -> None:
         """Keep what the worker has written to `stream`."""
-        whole, sign, rest = chunk.rpartition(b"\n")
+        complete, sign, rest = chunk.rpartition(b"\n")
         if sign:
-            self._keep(self._rest[stream] + whole + sign)
+            self._keep(self._rest[stream] + complete + sign)
             self._rest[stream] = rest
         else:
             self._rest[stream] += rest

@@ -5,7 +5,7 @@
 started by `subprocess` gets the variables alone.
 
 A process group is taken down without harm, counted in its exchanges, and refused where it cannot be. Some training
-libraries hear what torchrun does not tell: under torchrun alone, a script with Accelerate forms no process group on
+libraries need more than torchrun's variables: under torchrun alone, a script with Accelerate forms no process group on
 CPUs, and one with Lightning takes itself for alone where there is no GPU, or for on one node: each worker then trains
 by itself. What a user or a script has said counts for more.
 """
@@ -188,7 +188,7 @@ def _put(distributed: Any, name: str, replacement: Any) -> None:
 
 
 def tell_libraries() -> None:
-    """Tell them when the script imports them. Call it once, before the script."""
+    """Configure them when the script imports them. Call it once, before the script."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         when_imported("accelerate.state", _tell_accelerate)
         for name in ("lightning.pytorch", "pytorch_lightning"):

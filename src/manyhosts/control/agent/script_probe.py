@@ -1,8 +1,8 @@
 """What a worker sees of a training that it knows nothing about: how far it is, and whether it trains with the others.
 
-The first steps are looked at more closely: the process group, the weights before the first of them and behind the last,
+The first steps are inspected more closely: the process group, the weights before the first and after the last of them,
 the gradients and the samples of each. What was seen goes to the head, which compares the workers (`head.output`). A
-script that uses `mh.Trainer` tells of itself, and is left alone. What cannot be looked at without changing something (a
+script that uses `mh.Trainer` reports itself, and is left alone. What cannot be inspected without changing something (a
 captured graph, tensors that are cut up, gradients that a scaler has yet to judge) is left alone, and then nothing is
 claimed. Nothing here imports torch, and nothing that fails here fails the script.
 """
@@ -28,7 +28,7 @@ _CUT_UP = ("DTensor", "ShardedTensor", "FlatParameter")
 _ELEMENTS = 1 << 20
 """Of all weights of an optimizer together that are compared before and after."""
 _SKETCH = 64
-"""Of which so many are told, for comparing workers."""
+"""How many of them are sent, to compare workers."""
 
 
 class Learning:
@@ -36,7 +36,7 @@ class Learning:
 
     def __init__(self) -> None:
         self.can_tell = True
-        """Whether nothing has come in between of which nobody knows what it does."""
+        """Whether nothing of unknown effect has happened in between."""
         self.has_gradient = self.is_nonzero = self.is_finite = False
         """Whether a gradient was there in any step; one above zero; one that is finite."""
         self.takes_closure = False
@@ -69,7 +69,7 @@ class Learning:
                 self.is_finite |= bool(found.isfinite().all())
 
     def trouble(self) -> str:
-        """After the first steps: `nan`, `zero`, `none` or `still`; empty where all is well, or nobody can tell."""
+        """After the first steps: `nan`, `zero`, `none` or `still`; empty where all is well, or it cannot be decided."""
         if not self.can_tell or not self._weights:
             return ""
         still = self.rate > 0 and not self._have_moved()
@@ -139,7 +139,7 @@ _LIBRARIES = ("accelerate", "lightning", "pytorch_lightning")
 
 
 def begin() -> ScriptProbe | None:
-    """Watch what the script of this process will do. Call it once, before the script; None where nobody listens."""
+    """Watch what the script of this process will do. Call it once, before the script; None where no agent listens."""
     reporter = Reporter.from_environment()
     if reporter is None:
         return None
@@ -248,17 +248,17 @@ class ScriptProbe:
         self._undo_looks.append(undo)
 
     def withdraw(self) -> None:
-        """Watch no longer, and tell nothing."""
+        """Stop watching, and report nothing."""
         self._stop_looking()
         self.faults.is_off = True
         while self._undo:
             self._undo.pop()()
         self._account.clear()
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """The script has come to its end, and it was a good one."""
         if self._account and self._torch is not None:
-            self._tell(ended=True)
+            self._report(ended=True)
         self._reporter.close()
 
     def _before(self, optimizer: Any, arguments: tuple[object, ...] = (), named: Any = None) -> None:
@@ -288,7 +288,7 @@ class ScriptProbe:
             self._reporter.send("step", step=self.done)
         if self.done == LOOKS and not self._over:
             self._look_at_group()
-            self._tell(ended=False)
+            self._report(ended=False)
 
     def _look(self, optimizer: Any, given: tuple[object, ...]) -> None:
         """Before a step: at the weights and the gradients, and at the samples that led to it."""
@@ -337,7 +337,7 @@ class ScriptProbe:
             if tensors:
                 self._fingerprints.add(name, tensors, words)
 
-    def _tell(self, *, ended: bool) -> None:
+    def _report(self, *, ended: bool) -> None:
         if not self._over:
             self._account["libraries"] = [name for name in _LIBRARIES if name in sys.modules]
             with contextlib.suppress(Exception):

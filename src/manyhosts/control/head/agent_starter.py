@@ -23,8 +23,8 @@ StartHere = Callable[[int, socket.socket], AgentProcess | None]
 class Admit(Protocol):
     """Takes in an agent that has shown that it belongs to the run."""
 
-    def __call__(self, channel: Channel, hello: Hello, protocol: int, *, is_beside: bool = False) -> None:
-        """`is_beside`: it was started on this machine, with one end of a pair of sockets."""
+    def __call__(self, channel: Channel, hello: Hello, protocol: int, *, is_local: bool = False) -> None:
+        """`is_local`: it was started on this machine, with one end of a pair of sockets."""
 
 
 class AgentStarter:
@@ -58,7 +58,7 @@ class AgentStarter:
         Raises:
             LaunchError: it calls a place that this machine cannot listen at.
         """
-        if self._start_here is not None and (started := self._beside(self._start_here, number)) is not None:
+        if self._start_here is not None and (started := self._on_this_host(self._start_here, number)) is not None:
             return started
         self.listen()
         return self._start_agent(number, self._acceptor.place, self._endpoint.token)
@@ -96,8 +96,8 @@ class AgentStarter:
                 " program has that port",
             ) from cause
 
-    def _beside(self, start_here: StartHere, number: int) -> AgentProcess | None:
-        """Start an agent that nobody else can speak for, nor listen to: the two ends know of each other alone."""
+    def _on_this_host(self, start_here: StartHere, number: int) -> AgentProcess | None:
+        """Start an agent over a socket pair that no other process can reach."""
         ours, theirs = socket.socketpair()
         with theirs:
             started = start_here(number, theirs)
@@ -112,14 +112,14 @@ class AgentStarter:
             except ValueError:
                 channel.close()
             else:
-                self._admit(channel, hello, PROTOCOL, is_beside=True)
+                self._admit(channel, hello, PROTOCOL, is_local=True)
 
         channel = Channel(self._state.loop, ours, admit, lambda: self._unheard.discard(channel))
         self._unheard.add(channel)
         return started
 
     def close(self) -> None:
-        """Start none any more: whoever comes now finds nobody, and leaves."""
+        """Start no more agents; one that connects from now on is refused, and ends."""
         if self._acceptor is not None:
             self._acceptor.close()
         for channel in self._unheard:

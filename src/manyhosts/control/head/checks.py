@@ -1,6 +1,6 @@
 """What is checked before workers start, while hosts load torch: is every host fit, does each reach the others.
 
-An agent tells its host's condition as soon as it is asked to prepare, and listens for the others; then each connects to
+An agent reports its host's state as soon as it is asked to prepare, and listens for the others; then each connects to
 all. That takes some milliseconds of a second or more in which torch is loaded. Errors end the run, warnings are a line
 each. A host that joins while others train is checked in the same way before a worker starts there.
 """
@@ -22,7 +22,7 @@ from manyhosts.units import bytes_in_words, seconds_in_words
 
 MIB, GIB = 1 << 20, 1 << 30
 CLOCK_S = 5.0
-"""How far a clock may be off before files, certificates and logs of hosts tell different stories."""
+"""How far a clock may be off before files, certificates and logs of hosts contradict each other."""
 _LEFT_OVER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": ("1", "has every GPU kernel waited for"),
@@ -151,7 +151,7 @@ def _of_interfaces(
         yield finding("error", what, fix)
     wanted = found.get("NCCL_SOCKET_IFNAME", "")
     names = [name.strip() for name in wanted.lstrip("=").split(",") if name.strip()]
-    if names and not wanted.startswith("^"):  # NCCL takes beginnings of names, but for those behind a =
+    if names and not wanted.startswith("^"):  # NCCL takes beginnings of names, unless they follow a =
         exact = wanted.startswith("=")
         if not any(one == name or (not exact and one.startswith(name)) for one in there for name in names):
             what = f"NCCL_SOCKET_IFNAME names {wanted}, an interface that host {host} does not have"
@@ -159,7 +159,7 @@ def _of_interfaces(
 
 
 _LIMIT_S = 20.0
-"""How long a host may take to tell, longer than a connection that nobody answers.
+"""How long a host may take to report, longer than a connection attempt without an answer.
 
 One that takes longer is not waited for: its workers may fare as badly.
 """
@@ -185,19 +185,19 @@ class Precheck:
         self._has_begun = False
 
     def requests(self, node: Node) -> dict[str, bool]:
-        """What an agent is to tell beside preparing itself."""
+        """What an agent is to report while it prepares itself."""
         self._asked[node.number] = time.time()
         return {"tell_condition": not self.is_over, "listen": not self.is_over and self._ways}
 
     def begin(self) -> None:
-        """All agents are here: look through what they tell."""
+        """All agents are here: check what they report."""
         if not self.is_over:
             self._has_begun = True
             self._state.loop.after(_LIMIT_S, self._conclude)
             self._go_on()
 
     def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
-        """What an agent tells of its host."""
+        """What an agent reports of its host."""
         if self.is_over:
             return
         if isinstance(message, Condition):
@@ -227,7 +227,7 @@ class Precheck:
         if self._ways and len(present) > 1 and not self._knocked:
             self._knocked.add(-1)  # asked for
             places = [[place.address, place.port] for place in self._found.places.values()]
-            self._agents.tell_all(TryConnections(places=places))
+            self._agents.send_all(TryConnections(places=places))
         if not self._ways or len(present) < 2 or present <= self._knocked:
             self._conclude()
 
@@ -311,7 +311,7 @@ class Newcomers:
         newcomers = {node.number for node, _ in self._waiting} - {self._waiting[0][0].number}
         self._taking_part = [node for node in here if node.number not in newcomers]
         self._awaited = {node.number for node in self._taking_part}
-        self._agents.tell(self._taking_part, ListenForHost())
+        self._agents.send(self._taking_part, ListenForHost())
 
         def look() -> None:
             if self._waiting and turn == self._turn:
@@ -335,7 +335,7 @@ class Newcomers:
             self._knocks_at[each.number] = others if each.number == newcomer else [newcomer]
             self._awaited.add(each.number)
             places = [self._ways.places[number] for number in self._knocks_at[each.number]]
-            self._agents.tell([each], TryConnections(places=[[place.address, place.port] for place in places]))
+            self._agents.send([each], TryConnections(places=[[place.address, place.port] for place in places]))
 
     def _conclude(self) -> None:
         node, then = self._waiting[0]

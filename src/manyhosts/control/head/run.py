@@ -54,7 +54,7 @@ class Head:
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
-        `endpoint` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
+        `endpoint` is the address that agents which an engine starts already have; `ways_are_known`: it was seen already
         that all hosts reach each other. `start_here` starts the agents that are on this machine, without a port.
 
         `succession`: another head may continue where this one is killed, or this one resumes the run of another.
@@ -199,7 +199,7 @@ class Head:
             takeover.write_failed_summary(state.directories, state.result)
             raise state.result
         if state.result == 0:
-            self._news.tell_end()
+            self._news.report_end()
         elif command := self._hold.command_to_go_on():
             state.display.warn(f"manyhosts: resume with: {command}")
         return state.result or 0
@@ -210,7 +210,7 @@ class Head:
 
     def _listen_to_clocks_and_signals(self) -> None:
         loop = self._state.loop
-        with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
+        with contextlib.suppress(ValueError):  # outside the main thread the caller handles signals
             loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._interrupt)
         loop.every(run_lock.BEAT_S, self._hold.check)
         if self._state.can_be_taken_over:
@@ -278,7 +278,7 @@ class Head:
 
     def _see_who_has_called(self) -> None:
         if self._agents.nobody_has_called and not self._state.is_over:
-            self._state.result = takeover.nobody(self._state.job.run_dir)
+            self._state.result = takeover.no_agents(self._state.job.run_dir)
 
     # What agents ask of their owner.
 
@@ -304,10 +304,10 @@ class Head:
             self._news.beginning.await_hosts(missing, len(nodes))
 
     def _prepare(self, node: Node) -> None:
-        self._agents.tell([node], self._preparation(node))
+        self._agents.send([node], self._preparation(node))
 
     def _preparation(self, node: Node) -> protocol.Prepare:
-        """What an agent is told before all else."""
+        """The first message to an agent."""
         job = self._state.job if node.place is None else node.place.job(self._state.job)
         known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
         return protocol.Prepare(
@@ -362,7 +362,7 @@ class Head:
                 self._worker_group.store.take(node, message.port, shared=message.shared, listens=message.listens)
             case protocol.AskStore():
                 self._worker_group.take_question(node, message)
-            case protocol.Asked() if not self._state.interrupted:
+            case protocol.StopRequested() if not self._state.interrupted:
                 self._interrupt(signal.Signals(message.signal))
             case protocol.Condition() | protocol.ConnectionsTried() | protocol.Connectivity():
                 self._precheck.hear(node, message)
@@ -377,7 +377,7 @@ class Head:
 
     def _hear_of_workers(self, node: Node, message: protocol.FromAgent) -> None:
         match message:
-            case protocol.Seen():
+            case protocol.WorkerStates():
                 self._hang_monitor.take_sights(node, message)
             case protocol.MemberSays(kind="accuse"):
                 self._failure_policy.take_accusation(message.fields)

@@ -1,9 +1,9 @@
 """Notices that a host is silent.
 
-Agents give signs of life. A host on a quiet network is heard every half second; one that is overloaded, or behind a bad
+Agents send heartbeats. A host on a quiet network is heard every half second; one that is overloaded, or has a bad
 link, now and then has silences of seconds. What counts is the longest of them, for what comes through such a network
-has a long tail: no variance describes it, and an average forgets it. A silence is told that is longer than three times
-all others of ten minutes, so that ever longer ones are told ever more rarely: of silences up to T s, at most
+has a long tail: no variance describes it, and an average forgets it. A silence is reported that is longer than three
+times all others of ten minutes, so that ever longer ones are reported ever more rarely: of silences up to T s, at most
 1 + log3(T / LEAST_S) are. Much later the host is given up.
 """
 
@@ -77,15 +77,15 @@ class _Ear:
     """When it was heard last, as far as that was looked at."""
     is_named: bool = False
     held_s: float = 0.0
-    """For how long its agent was held up when that was told last; 0 where it is not."""
+    """For how long its agent's loop was blocked by the last heartbeat; 0 where it is not."""
 
 
 class Silences:
     """Looks at when each host was heard last, several times a second."""
 
-    def __init__(self, tell: Callable[[str], None], on_silence: Callable[[Node, float], None]) -> None:
-        """`tell` hears what the user is to know; `on_silence` of a host that is given up, with the seconds."""
-        self._tell, self._on_silence = tell, on_silence
+    def __init__(self, say: Callable[[str], None], on_silence: Callable[[Node, float], None]) -> None:
+        """`say` prints what the user is to know; `on_silence` of a host that is given up, with the seconds."""
+        self._say, self._on_silence = say, on_silence
         self._ears: dict[int, _Ear] = {}
 
     def look(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
@@ -108,10 +108,10 @@ class Silences:
             self._on_silence(node, silence_s)
         elif silence_s > ear.rhythm.overdue_s and not ear.is_named:
             ear.is_named = True
-            self._tell(f"manyhosts: host {node.name} has not been heard from for {silence_s:.1f} s")
+            self._say(f"manyhosts: host {node.name} has not been heard from for {silence_s:.1f} s")
 
     def forgive(self, node: Node, now: float, seconds: float) -> None:
-        """Nobody could be heard for so long."""
+        """No host could be heard for so long."""
         node.heard = min(now, node.heard + seconds)
         if (ear := self._ears.get(node.number)) is not None:
             ear.heard = min(node.heard, ear.heard + seconds)
@@ -122,7 +122,7 @@ class Silences:
         ear.rhythm.note(now, silence_s)
         if ear.is_named:
             ear.is_named = False
-            self._tell(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
+            self._say(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
 
     def _look_at_held(self, node: Node, ear: _Ear, now: float, impatience_s: float | None, progress: float) -> None:
         """An agent that waits for its own system is no host that is gone: disks come back, and its workers continue."""
@@ -132,10 +132,10 @@ class Silences:
         elif node.held_s > HELD_S:
             if not ear.held_s:
                 what = f"has waited for a disk or the like for {node.held_s:.0f} s; its workers continue if they can"
-                self._tell(f"manyhosts: host {node.name} is there, but its agent {what}")
+                self._say(f"manyhosts: host {node.name} is there, but its agent {what}")
             ear.held_s = node.held_s
         elif ear.held_s:
-            self._tell(f"manyhosts: the agent of host {node.name} continues after {ear.held_s:.0f} s")
+            self._say(f"manyhosts: the agent of host {node.name} continues after {ear.held_s:.0f} s")
             ear.held_s = 0.0
 
     def _limit_s(self, ear: _Ear) -> float:

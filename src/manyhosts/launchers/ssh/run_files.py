@@ -59,11 +59,11 @@ class RunFiles:
         """
         if self._files is not None:
 
-            def tell(gone: int, total: int) -> None:
+            def report(gone: int, total: int) -> None:
                 at = f"{bytes_in_words(gone)} of {bytes_in_words(total)}"
                 self._display.warn(f"manyhosts: {at} are on {host.name}")
 
-            sync.bring(host.connection, self._files, tell=tell)
+            sync.bring(host.connection, self._files, progress=report)
         if self._data is not None:
             data.bring(host.connection, host.facts["executable"], self._data, self._display.warn)
 

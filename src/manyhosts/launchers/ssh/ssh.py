@@ -85,7 +85,7 @@ def _take_over(cluster: Cluster, plan: Plan, display: Display, left: takeover.He
     """
     gone = cluster.gone(left)
     if len(gone) == len(plan.hosts):
-        raise takeover.nobody(plan.job.run_dir)
+        raise takeover.no_agents(plan.job.run_dir)
     display.warn("manyhosts: the command that started this run is gone; this one takes it over")
     cluster.restore(left)
     return _run(cluster, plan, display, left, gone)

@@ -1,7 +1,7 @@
 """The device that a worker computes on: a CPU, or an accelerator that does later what it is asked for now.
 
 PyTorch has one module for each kind of accelerator (`torch.cuda`), all with the same names: streams, events, random
-numbers. Whoever needs one of these asks for `module(device)` and names no kind. This file alone lists the kinds.
+numbers. Code that needs one of these asks for `module(device)` and names no kind. This file alone lists the kinds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Event(Protocol):
     """A place between two pieces of work on a stream."""
 
     def record(self) -> None:
-        """It stands behind what the current stream was given so far."""
+        """Record the work of the current stream so far."""
 
     def wait(self) -> None:
-        """What the current stream is given from now on begins behind it. The host continues."""
+        """Have later work of the current stream wait for it. The host continues."""
 
     def query(self) -> bool:
         """Whether it is passed."""
@@ -55,13 +55,13 @@ class Stream(Protocol):
     """Work that is done in the order in which it was asked for."""
 
     def wait_event(self, event: Any, /) -> None:
-        """What is asked for from now on begins behind `event`."""
+        """Have later work wait for `event`."""
 
     def wait_stream(self, stream: Any, /) -> None:
-        """What is asked for from now on begins behind what `stream` was given so far."""
+        """Have later work wait for the work of `stream` so far."""
 
     def record_event(self) -> Event:
-        """A new event, behind what was asked for so far."""
+        """A new event, recorded after the work so far."""
 
     def synchronize(self) -> None:
         """The host waits until everything is done."""
@@ -108,7 +108,7 @@ class Module(Protocol):
         """Bytes that tensors hold."""
 
     def max_memory_allocated(self, device: torch.device, /) -> int:
-        """The most that they have held at once."""
+        """The peak of allocated bytes."""
 
     def reset_peak_memory_stats(self, device: torch.device, /) -> None:
         """Begin to look for the most again."""
@@ -224,7 +224,7 @@ def read_here(tensor: Tensor) -> None:
 
 
 def memory_left(device: torch.device) -> int:
-    """Bytes of an accelerator that nobody has taken, and those that PyTorch has taken for this process and not used."""
+    """Free bytes of an accelerator, and those that PyTorch has reserved for this process and not used."""
     memory = module(device)
     free, _ = memory.mem_get_info(device)
     return free + memory.memory_reserved(device) - memory.memory_allocated(device)

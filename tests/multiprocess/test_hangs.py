@@ -93,7 +93,8 @@ def test_dead_lock_between_two_exchanges_is_named_with_both(tmp_path: Path) -> N
     backward, gather = line_of("backward()"), line_of("dist.all_gather")
     assert re.search(
         rf"dead-lock: rank 0 on host \S+ waits in backward at script.py:{backward} in main, "
-        rf"rank 1 on host \S+ waits in all_gather at script.py:{gather} in main, and no worker has got further for \d+ s",
+        rf"rank 1 on host \S+ waits in all_gather at script.py:{gather} in main, "
+        r"and no worker has got further for \d+ s",
         ended.err,
     ), ended.err
 

@@ -17,12 +17,12 @@ from manyhosts.records import plain_text
 
 
 def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -> int:
-    """Print `error` for a person and return the exit code that it stands for. `trace` shows where it was raised.
+    """Print `error` for a person and return its exit code. `trace` shows where it was raised.
 
     `verb`: what was asked for, where the error does not say it itself.
 
     Raises:
-        BaseException: `error` itself, where it is none that was raised on purpose: a fault of ours, to be seen whole.
+        BaseException: `error` itself, if it was not raised on purpose: a bug of ours, shown with its traceback.
     """
     if isinstance(error, click.exceptions.Exit):
         return int(error.exit_code)
@@ -45,7 +45,7 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
 
 
 def let_go_of_closed_streams() -> None:
-    """Keep Python from failing at its end for words that nobody reads any more, as after `| head`."""
+    """Keep Python from failing at its end when its output is closed, as after `| head`."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -77,5 +77,5 @@ def _fix(error: click.ClickException, verb: str) -> str:
         if (parameter.metavar or "").startswith("RUN"):
             return f"name a run: `{path} last` takes the one begun last, and `manyhosts runs` lists them"
     if isinstance(error, click.BadParameter) and isinstance(getattr(parameter, "type", None), IntParamType):
-        return f"give a whole number, such as 2; {lists}"
+        return f"give an integer, such as 2; {lists}"
     return lists

@@ -66,7 +66,7 @@ def doctor(
     """Look at every host and every pair of hosts: what is wrong there, and what to type to mend it.
 
     It takes the words that `run` takes to say where, and leaves nothing on the hosts. A SCRIPT is compared between
-    them, too. Hosts are held to the manyhosts.lock of the working directory, which `manyhosts env lock` writes.
+    them, too. Hosts are compared with the manyhosts.lock of the working directory, which `manyhosts env lock` writes.
 
     Exit codes: 0 nothing is bad (there may be warnings), 2 the request was wrong, 3 a host cannot be reached or is not
     fit for a run, 4 hosts cannot talk to each other.
@@ -89,7 +89,7 @@ def examined(
     """What the doctor finds there; or the exit code of this very command, where it was called again in an allocation.
 
     Raises:
-        ConfigError, LaunchError: the request makes no sense, or nobody could be asked.
+        ConfigError, LaunchError: the request makes no sense, or no host could be reached.
     """
     from manyhosts.doctor import access, as_job, host_probe, lock
     from manyhosts.doctor.examination import Request, examine

@@ -15,7 +15,7 @@ _TRACE = click.option("--trace", is_flag=True, help="Show where in manyhosts an 
 
 @click.group()
 def env() -> None:
-    """What hosts have installed, written down and held to."""
+    """Record what hosts have installed, and compare hosts with that record."""
 
 
 @env.command()
@@ -25,7 +25,7 @@ def env() -> None:
 def lock(output: str, trace: bool, **words: str | None) -> int:
     """Write down what hosts have: Python, every package, cores, GPUs.
 
-    It takes the words that `run` takes to say where. From then on `manyhosts doctor` holds hosts to what stands in
+    It takes the words that `run` takes to say where. From then on `manyhosts doctor` compares hosts with
     manyhosts.lock of the working directory: another version is an error, other hardware a warning.
     """
     from manyhosts.doctor import lock as locks

@@ -62,7 +62,7 @@ def _secret(file: str | None) -> tuple[str, str]:
         return found, VARIABLE
     if not sys.stdin.isatty():
         raise ConfigError(
-            "there is nobody to ask for the secret, as the standard input is no terminal",
+            "the secret cannot be asked for, as the standard input is no terminal",
             where="manyhosts join",
             fix=f"give --secret-file FILE, or the variable {VARIABLE}",
         )

@@ -29,7 +29,7 @@ _ORDERS = {
 
 
 class _Lab(click.Group):
-    """A group that takes what stands after `--` for a command to be run in a new lab."""
+    """A group that runs a command after `--` in a new lab."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:

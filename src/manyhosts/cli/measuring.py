@@ -12,7 +12,7 @@ from manyhosts.config.metrics_port import MetricsPort
 from manyhosts.config.profile import ProfileRequest
 
 OPTION_OF = {profile.VARIABLE: "--profile", metrics_port.VARIABLE: "--metrics-port"}
-"""The option behind each variable."""
+"""The option for each variable."""
 _OPTIONS = (
     click.option(
         "--profile",

@@ -1,7 +1,7 @@
 """Options that `run` does not have and people type: answered with the line that does what they mean.
 
-An option of ours behind the script is the script's own, where the script knows it. Where it does not, nobody would
-read it, and the run would have another size than was asked for: that is refused.
+An option of ours after the script is the script's own, if the script knows it. Otherwise it would be ignored, and
+the run would have another size than was asked for: that is refused.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
         ConfigError: it has not, and what was meant is known.
     """
     if ours[-2:-1] == ["--set"] and ours[-1] in overrides.known_keys() and rest and not Path(rest[0]).exists():
-        value, *behind = rest[1:] if rest[0] == "=" and len(rest) > 1 else rest
+        value, *after = rest[1:] if rest[0] == "=" and len(rest) > 1 else rest
         raise ConfigError(
-            f"the value of {ours[-1]} stands by itself",
+            f"the value of {ours[-1]} is a separate word",
             where=shlex.join([*ours[-2:], rest[0]]),
-            fix=f"type: {shlex.join(['manyhosts', 'run', *ours[:-1], f'{ours[-1]}={value}', *behind])}",
+            fix=f"type: {shlex.join(['manyhosts', 'run', *ours[:-1], f'{ours[-1]}={value}', *after])}",
         )
     for place, word in enumerate(ours):
         name, sign, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if not word.startswith("-") or name in known:
             continue
-        # What follows an option that nobody knows was read as the script, or as its arguments.
-        behind = [*ours[place + 1 :], *rest]
-        takes = not sign and bool(behind) and not behind[0].startswith("-")
-        value = value if sign else behind[0] if takes else ""
+        # What follows an unknown option was read as the script, or as its arguments.
+        after = [*ours[place + 1 :], *rest]
+        takes = not sign and bool(after) and not after[0].startswith("-")
+        value = value if sign else after[0] if takes else ""
         if (meant := _meant(name, value)) is None:
             continue
-        others = [*ours[:place], *meant, *(behind[1:] if takes else behind)]
+        others = [*ours[:place], *meant, *(after[1:] if takes else after)]
         fix = f"type: {shlex.join(['manyhosts', 'run', *others])}"
         raise ConfigError(f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix)
 
@@ -77,7 +77,7 @@ _READERS = (
 
 
 def reads_arguments(script: Path, root: Path) -> bool:
-    """Whether `script`, or a module of its own, may look at what stands behind it on the command line."""
+    """Whether `script`, or a module of its own, may read the arguments after it on the command line."""
     any_tree = False
     for tree in script_imports.trees(script, root):
         any_tree = True

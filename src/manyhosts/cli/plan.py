@@ -111,28 +111,28 @@ class _Place:
 
     def _sizes(self, words: Mapping[str, Any], each: int | None) -> list[tuple[int, int]]:
         """Numbers of machines, and of workers on each."""
-        workers, nodes, beside = words["workers"], words["nodes"], words["workers_per_node"]
+        workers, nodes, per_node = words["workers"], words["nodes"], words["workers_per_node"]
         if self.catalog is not None:
             for option, value in (("--workers", workers), ("--nodes", nodes), ("--price", words["price"])):
                 if value is not None:
                     fix = f"leave {option} out: the catalog says it of each kind of machine"
                     raise ConfigError(f"both --machines and {option} are given", where=option, fix=fix)
             return sorted({size for each_kind in self.catalog for size in each_kind.sizes()})
-        if workers is not None and (nodes is not None or beside is not None or not self.is_here):
+        if workers is not None and (nodes is not None or per_node is not None or not self.is_here):
             raise ConfigError(
                 "--workers counts workers on this machine, and machines are counted, too",
                 where="--workers",
-                fix="give --nodes, and --workers-per-node beside it",
+                fix="give --nodes, and --workers-per-node as well",
             )
         if workers is not None and self.network is not None:
             raise ConfigError(
                 "--workers counts workers on this machine, and --network is between machines",
                 where="--network",
-                fix="count machines with --nodes, and --workers-per-node beside it, or leave --network out",
+                fix="count machines with --nodes, and --workers-per-node as well, or leave --network out",
             )
-        on_each = numbers(beside, "--workers-per-node") if beside is not None else (each or 1,)
+        on_each = numbers(per_node, "--workers-per-node") if per_node is not None else (each or 1,)
         if self.is_here and nodes is None and self.network is None:
-            here = sorted(numbers(workers or "1,2,4", "--workers")) if beside is None else sorted(on_each)
+            here = sorted(numbers(workers or "1,2,4", "--workers")) if per_node is None else sorted(on_each)
             return [(1, count) for count in here]
         if self.is_here and self.network is None:
             raise ConfigError(
@@ -229,11 +229,11 @@ def _planned(found: Found, place: _Place, study: Path | None) -> Plan:
 
 def _show(asked: Asked, place: _Place) -> int:
     """What would be measured, and predicted."""
-    beside = [count for count in asked.workers_per_node if count > 1]
+    several = [count for count in asked.workers_per_node if count > 1]
     on = "this machine" if place.is_here else "the first of the hosts"
     print(f"measure on {on}: {asked.script}, one worker")
-    if beside:
-        print(f"measure on {on}: {', '.join(map(str, beside))} workers at once, as far as it has cores or GPUs")
+    if several:
+        print(f"measure on {on}: {', '.join(map(str, several))} workers at once, as far as it has cores or GPUs")
     if not place.is_here and max(asked.nodes) > 1:
         print(f"measure between {max(asked.nodes)} hosts")
     print("predict: " + ", ".join(_size(nodes, each) for nodes, each in place.sizes))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _ALIKE = 1.02
-"""A way must be faster by more than that than one that changes less to be shown beside it."""
+"""A strategy must be faster by more than that than one that changes less to be shown next to it."""
 
 
 COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")

@@ -23,7 +23,7 @@ from manyhosts.table import nearest
 _INTERRUPTED = 130
 _WIDTH = 79
 _SOME = 2
-"""Steps that are needed at least: one before a kill and one behind it."""
+"""The least number of steps: one before a kill and one after it."""
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -46,7 +46,7 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
     """Try the promises on SCRIPT: the same answer on 1, 2 and 3 workers, in smaller pieces, and after a resume.
 
     SCRIPT is run as it is, several times, for a few steps, in a temporary directory; everything after it is its own.
-    Where a promise does not hold you are told the first step and tensor that depart, by how much, and why.
+    Where a promise does not hold you get the first step and tensor that differ, by how much, and why.
 
     Exit codes: 0 every promise holds, 1 one does not, or the script failed, 2 the request was wrong.
     """

@@ -78,6 +78,6 @@ def _why(verdict: Verdict, *, colour: bool) -> list[str]:
 
 
 def _wrapped(word: str, text: str) -> Sequence[str]:
-    """`text` behind `word`, in lines that stand below each other."""
+    """`text` after `word`, in lines that are indented alike."""
     parts = textwrap.wrap(text, _WIDTH - 10, break_long_words=False, break_on_hyphens=False)
     return [f"  {word if not number else '':<7} {part}" for number, part in enumerate(parts)]

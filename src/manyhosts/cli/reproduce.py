@@ -30,7 +30,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
     """Run RUN again from its record, and see whether the same weights come out, bit for bit.
 
     The code is put into a fresh folder: its commit, with the changes that were not committed. Settings, arguments,
-    seed and workers are those of the run; OPTIONS of `manyhosts run` behind -- replace the workers, as in
+    seed and workers are those of the run; OPTIONS of `manyhosts run` after -- replace the workers, as in
     `-- --hosts a,b`. What differs is named: code, data, versions, hardware.
 
     Exit codes: 0 the same weights, 1 other weights or the script failed, 2 the request was wrong.

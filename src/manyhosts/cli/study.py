@@ -115,7 +115,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         if key in vary or (key in settings and key == "duration" and words["budget"] is not None):
             raise ConfigError(f"both {option} and {key} are given", where=option, fix=f"leave {key} out")
     if not settings.get("seed", "0").isdigit():
-        raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give a whole number")
+        raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give an integer")
     if both := sorted(settings.keys() & vary.keys()):
         raise ConfigError(f"{both[0]} is both set and varied", where="--vary", fix="leave one of them out")
     _see_that_used(settings, vary)
@@ -144,7 +144,7 @@ def _sizes(words: dict[str, Any], hosts: Sequence[str]) -> tuple[tuple[int, ...]
         raise ConfigError(
             "--workers counts workers on this machine, and hosts are counted, too",
             where="--workers",
-            fix="give --nodes, and --workers-per-node beside it",
+            fix="give --nodes, and --workers-per-node as well",
         )
     if words["workers"] is not None:
         return tuple(sorted(numbers(words["workers"], "--workers"))), ()

@@ -44,7 +44,7 @@ class Translation:
 
 
 def translate(typed: Sequence[str], flags: Collection[str], with_value: Collection[str]) -> Translation:
-    """Read the words behind `manyhosts run`; `flags` and `with_value` are the options that it has itself.
+    """Read the words after `manyhosts run`; `flags` and `with_value` are the options that it has itself.
 
     Raises:
         ConfigError: they are meant to be typed on every host, or two of them are glued together.
@@ -62,7 +62,7 @@ def translate(typed: Sequence[str], flags: Collection[str], with_value: Collecti
 
 
 def split(words: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:
-    """The options before the script, with their values, and the script with what is behind it."""
+    """The options before the script, with their values, and the script with the words after it."""
     left, ours = list(words), []
     while left and left[0].startswith("-") and left[0] not in ("-", "--"):
         ours.append(left.pop(0))
@@ -74,7 +74,7 @@ def split(words: Sequence[str], with_value: Collection[str]) -> tuple[list[str],
 def _sorted_out(
     typed: Sequence[str], flags: Collection[str], with_value: Collection[str]
 ) -> tuple[list[str], dict[str, str], list[str]]:
-    """Our options, torchrun's with their values, and the script with what is behind it."""
+    """Our options, torchrun's with their values, and the script with the words after it."""
     ours: list[str] = []
     theirs: dict[str, str] = {}
     left = list(typed)
@@ -92,7 +92,7 @@ def _sorted_out(
         elif name in _WITH_VALUE:
             theirs[name] = value if sign else left.pop(0) if left else ""
         else:
-            ours.append(word)  # whoever reads them says that there is no such option
+            ours.append(word)  # the parser says that there is no such option
     return ours, theirs, left
 
 

@@ -1,4 +1,4 @@
-"""What SageMaker is asked for: a model, an endpoint, and copies of it by load; held to botocore's description."""
+"""Requests to SageMaker: a model, an endpoint, and autoscaled copies of it; checked against botocore's description."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _LABEL = "manyhosts/model"
 def manifests(name: str, options: Mapping[str, str]) -> list[dict[str, Any]]:
     """Secret, Deployment, Service, HorizontalPodAutoscaler, PodDisruptionBudget and NetworkPolicy of one served model.
 
-    The token is in the Secret; nobody outside the namespace reaches the pods.
+    The token is in the Secret; the pods cannot be reached from outside the namespace.
     """
     labels = {_LABEL: name}
     meta: dict[str, Any] = {"name": name, "labels": labels, "namespace": options.get("namespace", "default")}
@@ -134,7 +134,7 @@ def ray_config(name: str, options: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-RAY_APP = '''"""The model behind Ray Serve: each replica answers as `manyhosts serve` does, with its own batching."""
+RAY_APP = '''"""The model served by Ray Serve: each replica answers as `manyhosts serve` does, with its own batching."""
 
 import os
 from pathlib import Path

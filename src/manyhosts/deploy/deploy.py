@@ -71,7 +71,7 @@ class Request:
         for key in ("min", "max", "cpu", "per-instance"):
             text = self.options.get(key, "1")
             if not re.fullmatch(r"[1-9]\d*", text):
-                raise ConfigError(f"{key} is {text!r}", where=f"-o {key}", fix="give a whole number from 1")
+                raise ConfigError(f"{key} is {text!r}", where=f"-o {key}", fix="give an integer from 1")
         if int(self.options.get("min", "1")) > int(self.options.get("max", "4")):
             raise ConfigError("min is more than max", where="-o min", fix="give -o max, too")
         if not _NAME.fullmatch(self.name):

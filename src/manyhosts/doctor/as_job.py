@@ -26,7 +26,7 @@ _LAST_WORDS = 3
 
 
 def examine(engine: Engine, job: Job, request: Request, report: Callable[[str], None]) -> Examination:
-    """Send the doctor as a job, hear what it has found, and take the job away. `tell` hears what is being done.
+    """Submit the doctor as a job, read its findings, and remove the job. `report` gets lines on the progress.
 
     Raises:
         ManyhostsError: the engine refused, or was not reached.

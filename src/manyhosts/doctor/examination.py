@@ -34,7 +34,7 @@ _READING_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be looked at beside the hosts themselves."""
+    """What is to be examined in addition to the hosts themselves."""
 
     target: str
     run_dir: str
@@ -62,7 +62,7 @@ class Examination:
 
     @classmethod
     def of_json(cls, request: Request, found: Facts) -> Examination:
-        """What `to_json` has told."""
+        """From the result of `to_json`."""
         kept = {name: found[name] for name in ("hosts", "pairs", "meeting", "seconds")}
         return cls(request=request, findings=[Finding(**one) for one in found["findings"]], **kept)
 
@@ -83,7 +83,7 @@ class Examination:
 def examine(
     reached: Sequence[Reached], lost: Sequence[Finding], request: Request, report: Callable[[str], None]
 ) -> Examination:
-    """Look at all that were reached. `tell` hears what is being done, for somebody who waits."""
+    """Examine all hosts that were reached. `report` gets lines on the progress."""
     begin = time.monotonic()
     found = _Rounds(reached, request, report)
     found.hosts.lost += lost
@@ -152,7 +152,7 @@ class _Rounds:
         )
         first = self.hosts.there[0].name if self.hosts.there else ""
         seen = self.hosts.of_all("see file", folder=folder, name=names.get(first, ""))
-        for with_folders in (False, True):  # where hosts share it, whoever made the folder waits for the others' files
+        for with_folders in (False, True):  # on a shared disk, the host that made the folder waits
             self.hosts.of_all("remove file", with_folders=with_folders)
         for name, trouble in wrote.items():
             sees = seen.get(name) == secret if not wrote.get(first) else None
@@ -258,7 +258,7 @@ class _Rounds:
         number = {each.name: place for place, each in enumerate(self.hosts.there)}
         by_hosts = {(number[pair["from"]], number[pair["to"]]): pair for pair in open_ways if pair["to"] in number}
         for places in rounds(len(number)):
-            for now in (places, [(other, one) for one, other in places]):  # nobody sends or takes twice at a time
+            for now in (places, [(other, one) for one, other in places]):  # no host sends or receives twice at a time
                 self.hosts.at_once(measure, [by_hosts[way] for way in now if way in by_hosts])
         for _ in range(_MORE_ROUNDS_OF_A_WAY):  # a neighbour's noise goes by, a slow cable stays slow
             for pair in network.suspects([self.facts[each.name] for each in self.hosts.there], self.pairs):
@@ -305,7 +305,7 @@ class _Rounds:
         able = self._able()
         names = {each.name for each in able}
         closed = any(pair["trouble"] for pair in self.pairs if {pair["from"], pair["to"]} <= names)
-        if len(able) < 2 or closed:  # where a way is closed it can only fail, and that is told already
+        if len(able) < 2 or closed:  # where a way is closed it can only fail, which is reported already
             return
         self._report("having all hosts meet")
         address = self._address(able[0])

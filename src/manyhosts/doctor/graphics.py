@@ -1,4 +1,4 @@
-"""The GPUs of a host and their driver, as `nvidia-smi` tells of them.
+"""The GPUs of a host and their driver, as `nvidia-smi` reports them.
 
 Runs on the hosts, with the standard library of Python 3.8 or newer alone.
 """

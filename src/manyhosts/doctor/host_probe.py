@@ -6,8 +6,8 @@ worker of a job, it opens one encrypted connection to the doctor, and both show 
 
     python -m manyhosts.doctor.host_probe
 
-Questions and answers are JSON objects, one on each line. It ends when nobody asks any more, and
-takes away what it made.
+Questions and answers are JSON objects, one on each line. It ends with its input, and
+removes what it made.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
 
 
 def _ports() -> list[int]:
-    """The first and the last port that the system gives to whoever asks for any."""
+    """The first and the last port that the system gives to programs that choose none."""
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         return [int(word) for word in file.read().split()]
     return []
@@ -238,7 +238,7 @@ def _machine() -> str:
 
 
 def _resolve(names: list[str]) -> dict[str, str]:
-    """The address that each name stands for here; empty for none."""
+    """The address of each name here; empty for none."""
     found = {}
     for name in names:
         found[name] = ""
@@ -250,7 +250,7 @@ def _resolve(names: list[str]) -> dict[str, str]:
 def _loop(seconds: float) -> dict[str, float]:
     """Rounds in a second of a small loop on one core: how fast this host is, where there is no torch to ask.
 
-    Only the time counts in which it was let; which share of all that was is told beside it.
+    Only CPU time counts; its share of the elapsed time is reported, too.
     """
     rounds, number = 0, 1
     begin, begin_own = time.perf_counter(), time.thread_time()
@@ -283,7 +283,7 @@ def main() -> None:
     host, _, port = place.rpartition(":")
     folder = os.environ.get("MANYHOSTS_RUN_DIR", "")
     if os.path.basename(folder).startswith(SCRATCH):
-        shutil.rmtree(folder, ignore_errors=True)  # the agent has made it for logs, which nobody is to read
+        shutil.rmtree(folder, ignore_errors=True)  # the agent has made it for logs, which are not needed
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         speak(connection, os.environ.pop(TOKEN))
 

@@ -34,7 +34,7 @@ _MOST_IN_A_LINE = 8000  # an engine's log may cut longer ones
 
 
 def be_node(job: Job, here: NodeInfo, patience_s: float) -> int:
-    """Examine all nodes on the first one; answer its questions on the others. Returns 0: whoever asked judges."""
+    """Examine all nodes on the first one; answer its questions on the others. Returns 0: the doctor judges."""
     os.environ["GROUP_RANK"] = str(here.number)
     os.chdir(job.folder)
     if here.number > 0:

@@ -1,4 +1,4 @@
-"""Where host probes report that open a connection to the doctor: whoever knows the examination's token is let in."""
+"""Where host probes report that open a connection to the doctor, once they prove that they know its token."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Connected:
         self._channel.close()
 
     def _write(self, text: str) -> None:
-        with self._writing, contextlib.suppress(OSError):  # its end is told where the answer is awaited
+        with self._writing, contextlib.suppress(OSError):  # the wait for the answer reports its end
             self._channel.write(text)
 
     def _next(self, timeout_s: float) -> dict[str, Any]:

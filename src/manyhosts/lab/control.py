@@ -54,7 +54,7 @@ class Control:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            with connection, contextlib.suppress(OSError, ValueError):  # whoever gives an order may be gone
+            with connection, contextlib.suppress(OSError, ValueError):  # the sender of the order may be gone
                 connection.settimeout(_PATIENCE_S)
                 with connection.makefile("rw") as stream:
                     stream.write(json.dumps(self._obey(stream.readline(_LONGEST_ORDER))) + "\n")

@@ -1,7 +1,7 @@
 """Runs that continue without a terminal where no engine keeps them: their head is a process on this machine.
 
     python -P -m manyhosts.launchers.background TARGET RUN_DIR/detached/job.json
-
+It holds a lock for as long as it lives, so another process with its number is not mistaken for it. What it prints is in
 It holds a lock for as long as it lives, so nobody takes another process with its number for it. What it prints is in
 `logs/detached.log` of the run directory, how it ended in `detached/state.json`.
 """
@@ -78,7 +78,7 @@ class Background:
             if head.stdout.readline() != _READY:
                 head.wait()
                 raise LaunchError("the head did not start", where=shlex.join(words), fix=f"{log} says why")
-        head.returncode = 0  # it continues by itself: nobody is to warn that it still runs
+        head.returncode = 0  # it continues by itself: no warning that it still runs
         return str(plan.job.run_dir)
 
     def status(self, name: str) -> Status:
@@ -155,7 +155,7 @@ def main(words: list[str] | None = None) -> int:
 
     note("running")
     os.write(1, _READY)
-    os.dup2(2, 1)  # the log from now on: whoever waited for the word reads no more
+    os.dup2(2, 1)  # the log from now on: the process that waited for the word reads no more
     try:
         code = engine.run(job)
         note({0: "done", 130: "cancelled"}.get(code, "failed"), "" if code in (0, 130) else f"exit code {code}", code)
@@ -167,7 +167,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _found(target: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """The run directory that a name stands for, and what its head has written down."""
+    """The run directory of a run's name, and what its head has written down."""
     run_dir = Path(name).absolute()
     handle = f"{target}://{name}"
     if not (run_dir / "detached" / "state.json").exists():
@@ -205,7 +205,7 @@ def _hold(folder: Path) -> BinaryIO | None:
             if time.monotonic() > deadline:
                 file.close()
                 return None
-            time.sleep(0.01)  # somebody looks whether it is held
+            time.sleep(0.01)  # another process tests the lock
         else:
             return file
 

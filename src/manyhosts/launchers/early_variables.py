@@ -1,7 +1,7 @@
 """Variables that a script sets before it imports torch, and that torch reads only when it is loaded.
 
 Workers are forked from a process that has torch loaded already, so such a script must be started without that. What it
-does is read from its source, and from the modules beside it that it imports before torch; nothing of it is run.
+does is read from its source, and from the modules next to it that it imports before torch; nothing of it is run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _READ_AT_IMPORT = re.compile(
 )
 _ALWAYS_IN_TIME = re.compile(r"TORCHELASTIC_\w+|TORCH_(HOME|EXTENSIONS_DIR|NCCL_\w+)")
 _LOADED = ("torch", "torchmetrics", "torchvision", "lightning", "accelerate", "transformers", "manyhosts")
-"""Whoever is imported from here has torch loaded."""
+"""A module imported from here has torch loaded."""
 _SETTERS = ("setdefault", "update", "putenv")
 _MOST_FILES = 50
 
@@ -66,8 +66,8 @@ class _Reading:
             if name.partition(".")[0] in _LOADED:
                 self._is_over = True
                 return
-            beside = self._folder / Path(*name.split("."))
-            for path in (beside.with_suffix(".py"), beside / "__init__.py"):
+            candidate = self._folder / Path(*name.split("."))
+            for path in (candidate.with_suffix(".py"), candidate / "__init__.py"):
                 if path.is_file():
                     yield from self.of(path)
 

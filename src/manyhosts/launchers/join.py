@@ -1,6 +1,6 @@
 """Workers on this machine and on hosts that come by themselves: `manyhosts join` is typed there.
 
-For hosts that this machine cannot reach by ssh: behind an address translation, or where its user has no login. They
+For hosts that this machine cannot reach by ssh: with address translation (NAT), or where its user has no login. They
 call this machine, at an address that may be another one than it listens at.
 """
 

@@ -43,7 +43,7 @@ class NamedRun:
 
     @property
     def jobs(self) -> tuple[Jobs, str]:
-        """Who knows how it stands, and what they know it by."""
+        """What knows its state, and the name of the run there."""
         if self.handle:
             return handles.of_handle(self.handle)
         assert self.directory is not None, "a run without a handle is named by its directory"
@@ -138,7 +138,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _begun(path: Path) -> float:
-    """When it was begun, or begun again, in seconds since the Unix epoch, as far as its directory tells."""
+    """When it was begun, or begun again, in seconds since the Unix epoch, as far as its directory shows."""
     moments = [0.0]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         moments.append(float(parsed((path / "run.json").read_bytes())["started"]))
@@ -156,7 +156,7 @@ class InTerminal:
         self._wait = wait
 
     def send(self, plan: Plan) -> str:
-        """Nobody sends a run to a terminal."""
+        """A run is never sent to a terminal."""
         raise AssertionError(f"{plan.job.run_dir}: a run of a terminal is started there")
 
     def status(self, name: str) -> Status:
@@ -180,7 +180,7 @@ class InTerminal:
         return Status(state=_STATES.get(summary.status, "failed"), reason=summary.reason, hosts=hosts, log=log)
 
     def logs(self, name: str, *, follow: bool) -> Iterator[str]:
-        """What its workers have printed, each line behind the name of its log where there are several.
+        """What its workers have printed, each line after the name of its log where there are several.
 
         Raises:
             ConfigError: there is no run in that directory.

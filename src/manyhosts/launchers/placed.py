@@ -146,7 +146,7 @@ class Placement:
 
 
 class _SharedProcess:
-    """The one process behind the agents of all nodes."""
+    """The one process of the agents of all nodes."""
 
     def __init__(self, process: subprocess.Popen[bytes], nodes: int) -> None:
         self.process, self.wanted_by, self.patience_is_over = process, nodes, False

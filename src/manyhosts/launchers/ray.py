@@ -50,7 +50,7 @@ class Ray(Engine):
         job = self.check(job)
         gpus = choices.gpus(job.options)
         if not gpus.isdecimal():
-            raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
+            raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give an integer")
         cpus = choices.count(job.options, "cpus", 1)
         bundle = {kind: count for kind, count in {"CPU": cpus, "GPU": int(gpus)}.items() if count}
         return Plan(

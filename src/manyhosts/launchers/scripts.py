@@ -23,7 +23,7 @@ from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import has_content
 
 _READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lock.NAME)
-"""What commands read of a run directory, beside the snapshots."""
+"""What commands read of a run directory, in addition to the snapshots."""
 Kind = Literal["script", "module", "executable"]
 
 TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim", "torch._dynamo")
@@ -99,7 +99,7 @@ def check_run_dir(job: Job) -> None:
 
 
 def _see_files(run_dir: Path) -> None:
-    """See that what is read of a run is files: whoever reads a pipe that nobody writes to waits for ever.
+    """Refuse what is read of a run unless it is a file: a reader of a pipe without a writer waits for ever.
 
     Raises:
         ConfigError: one is none, or what leads to it leads nowhere.
@@ -115,7 +115,7 @@ def _see_files(run_dir: Path) -> None:
             is_file = stat.S_ISREG(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError:  # links in a circle, or a place that nobody lets this user see
+        except OSError:  # links in a circle, or a place that this user may not see
             is_file = False
         if not is_file:
             raise ConfigError(
@@ -186,7 +186,7 @@ def _started(run_dir: Path, program: str) -> float | None:
 def _same_script(record: Mapping[str, Any], asked: Path) -> bool:
     """Whether the run of `record` is one of the script `asked`: by its path, or else by its content.
 
-    A project may have moved as a whole, so another path with the same name counts unless both files are there.
+    A project may have moved, so another path with the same name counts unless both files are there.
     """
     recorded = Path(str(record["script"]))
     if has_content(record, asked):

@@ -29,7 +29,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CellDisplay(PlainDisplay):
-    """Lines below the cell, and one that moves. What a worker raises is held back, and told as the cell's error."""
+    """Lines below the cell, and one that moves. A worker's traceback is kept, and shown as the cell's error."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout, sys.stderr)
@@ -58,7 +58,7 @@ class CellDisplay(PlainDisplay):
             self._moving.update(shown, raw=True)
 
     def close(self) -> None:
-        """Show what was held back and led to no error, and take the moving line away."""
+        """Show tracebacks that led to no error, and remove the moving line."""
         if self._moving is not None:
             self._moving.update({"text/plain": ""}, raw=True)
             self._moving = None

@@ -1,4 +1,4 @@
-"""Devices named in calls: every CUDA device is this machine's CPU, whoever names it and how."""
+"""Devices named in calls: every CUDA device is this machine's CPU, however it is named."""
 
 from __future__ import annotations
 

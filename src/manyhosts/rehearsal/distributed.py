@@ -18,7 +18,7 @@ from manyhosts.rehearsal.mapping import note, replace
 
 Function = Callable[..., Any]
 _END_S = 2.0
-"""As long the end of a process waits for calls of Gloo that nobody may join any more."""
+"""So long the end of a process waits for collectives of Gloo that no other process may join any more."""
 
 
 def put_in_place() -> None:

@@ -1,4 +1,4 @@
-"""Serves the live page on this machine alone, to whoever knows the token that is in its address.
+"""Serves the live page on this machine alone, to clients that know the token in its address.
 
 The token is compared in constant time, and the name by which the server was called must be one of this machine's own:
 a page elsewhere whose name was made to lead here (DNS rebinding) is refused.
@@ -81,7 +81,7 @@ class _Http(ThreadingHTTPServer):
     """One thread for each connection."""
 
     daemon_threads = True
-    request_queue_size = 128  # one more that nobody has taken yet is called again by its system after a second
+    request_queue_size = 128  # one more that is not accepted yet is called again by its system after a second
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A page that was closed while it was answered is no news; the terminal shows the run."""

@@ -29,7 +29,7 @@ _TITLES = {
     "map": "Workers and steps",
     "happened": "What happened",
 }
-_LOST = "No answer: manyhosts watch has ended, or cannot be reached. What stands here is what it told last."
+_LOST = "No answer: manyhosts watch has ended, or cannot be reached. What is shown is its last state."
 SCRIPT = """
 const shown = new Map();
 function put(state) {
@@ -60,7 +60,7 @@ look();
 
 
 def live_page(live: LiveRun | LiveStudy) -> str:
-    """The whole page as it is now; its script keeps it so."""
+    """The page as it is now; its script keeps it so."""
     now = parts(live)
     sections = [Section(title, now.get(name, ""), name) for name, title in _TITLES.items()]
     lost = Section("", paragraphs([_LOST]), "lost", hidden=True)

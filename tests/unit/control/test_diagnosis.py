@@ -60,9 +60,7 @@ def test_one_that_waits_for_its_loader_is_told_with_what_the_loader_does() -> No
     reading = (Frame("/home/me/data.py", 3, "__getitem__"),)
     diagnosis = judged(sight(0), sight(1, waiting, loader=reading))
     assert diagnosis.guilty == (101,)
-    assert (
-        "waits for its data at train.py:20, whose loader process is at data.py:3 in __getitem__" in diagnosis.what
-    )
+    assert "waits for its data at train.py:20, whose loader process is at data.py:3 in __getitem__" in diagnosis.what
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,8 @@ def test_all_waiting_in_one_exchange_are_said_to_do_so() -> None:
     diagnosis = judged(sight(0), sight(1))
     assert (diagnosis.guilty, diagnosis.what) == (
         (),
-        "all 2 workers wait in all_reduce at train.py:38 in main, and no worker has got further for 30 s (after step 7)",
+        "all 2 workers wait in all_reduce at train.py:38 in main, and no worker has got further for 30 s"
+        " (after step 7)",
     )
 
 

@@ -74,7 +74,7 @@ class Kubernetes(Engine):
         return kubernetes_manifest.keeps_record(job)
 
     def send(self, plan: Plan) -> str:
-        """Make the job and what belongs to it. Returns NAMESPACE/NAME, behind the context where one was named.
+        """Make the job and what belongs to it. Returns NAMESPACE/NAME, after the context where one was named.
 
         Raises:
             ConfigError: the working directory is too large to be sent.
@@ -98,13 +98,13 @@ class Kubernetes(Engine):
                 client.ask(part, f"create_namespaced_{word}", namespace, filled(body, values))
             if begin is not None:
                 client.ask("batch", "patch_namespaced_job", name, namespace, begin)
-        except BaseException:  # Ctrl-C too: half a job helps nobody
+        except BaseException:  # Ctrl-C too: half a job is of no use
             self._delete(client, namespace, name)
             raise
         return "/".join(part for part in (context, namespace, name) if part)
 
     def status(self, name: str) -> Status:
-        """How the job stands, and what its pods wait for."""
+        """The job's state, and what its pods wait for."""
         context, namespace, job_name = _parts(name)
         client = self._connect(context)
         job = client.find("batch", "read_namespaced_job", job_name, namespace)
@@ -129,7 +129,7 @@ class Kubernetes(Engine):
         """What the pods of the first node have printed: the run's output. A pod may have been started again.
 
         Raises:
-            LaunchError: the first node has printed nothing yet, and nobody follows; or there is no such job.
+            LaunchError: the first node has printed nothing yet, and `follow` is off; or there is no such job.
         """
         context, namespace, job_name = _parts(name)
         client = self._connect(context)

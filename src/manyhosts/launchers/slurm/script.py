@@ -1,4 +1,4 @@
-"""What Slurm is told, as text: the batch script, the options in it, lists of hosts."""
+"""Slurm's input, as text: the batch script, the options in it, lists of hosts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FLAGS = {
     "dependency": ("--dependency", "what to wait for: afterok:4711"),
 }
 RUNTIMES = (*container_options.OF_FILES, container_options.PYXIS)
-"""Not Docker, whose containers are beside the job: Slurm would neither count nor end them."""
+"""Not Docker, whose containers are outside of the job: Slurm would neither count nor end them."""
 OPTIONS = {
     **{key: meaning for key, (_, meaning) in _FLAGS.items()},
-    "exclusive": "yes: nobody else on these nodes",
+    "exclusive": "yes: no other jobs on these nodes",
     "requeue": "no: do not continue in a new job when the time limit comes or a node fails",
     "warning": "seconds before the time limit at which a snapshot is made and the job queued again (default 90)",
     "python": "the Python on the nodes, or in the container, if it is not where it is here",
@@ -81,7 +81,7 @@ def script(job: Job) -> str:
 
 
 def allocation(job: Job) -> list[str]:
-    """The command that gets an allocation as the batch script of `job` would, and runs in it what is written behind."""
+    """The command that gets an allocation as the batch script of `job` would, and runs the command after it there."""
     flags = [f"{flag}={job.options[key]}" for key, (flag, _) in _FLAGS.items() if key in job.options and key != "array"]
     flags += ["--exclusive"] if choices.yes(job.options, "exclusive", default=False) else []
     return ["salloc", "--quiet", f"--nodes={job.nodes}", "--ntasks-per-node=1", *flags]

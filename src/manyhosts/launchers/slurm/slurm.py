@@ -142,7 +142,7 @@ class Slurm(Engine):
             raise
 
     def _end_of_allocation(self) -> str:
-        """How the job that this is in has ended, in Slurm's words; empty where it continues, or nobody knows."""
+        """How the job that this is in has ended, in Slurm's words; empty where it continues, or that is unknown."""
         with contextlib.suppress(LaunchError, KeyError):
             status = self.status(self._present["SLURM_JOB_ID"])
             return status.reason if status.over or status.reason.startswith("COMPLETING") else ""

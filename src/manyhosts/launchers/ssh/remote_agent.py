@@ -78,7 +78,7 @@ class DeferredAgent:
         try:
             agent = self._come()
         except ManyhostsError:
-            return  # whoever calls the host again says why
+            return  # the next call of the host says why
         with self._lock:
             self._agent = agent
             if self._given_up:

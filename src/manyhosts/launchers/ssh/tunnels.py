@@ -22,7 +22,7 @@ class Tunnel:
     def __init__(self, connection: Connection, open_again: Callable[[], Connection | None]) -> None:
         """`open_again` is called when ssh has ended `connection`, and now and then while it raises a LaunchError.
 
-        It returns the connection that the tunnel goes through from then on, or None where nobody needs it any more.
+        It returns the connection that the tunnel goes through from then on, or None where it is no longer needed.
         """
         self._connection: Connection | None = connection
         self._open_again, self._is_cut, self._over = open_again, False, threading.Event()
@@ -31,7 +31,7 @@ class Tunnel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the host reaches this machine, as far as that is known; where nobody needs it, it counts as open."""
+        """Whether the host reaches this machine, as far as that is known; where it is not needed, it counts as open."""
         connection = self._connection
         return connection is None or (connection.is_open and not self._is_cut)
 
@@ -75,7 +75,7 @@ def keep(host: Host, connections: list[Connection], address: str, port: int) -> 
 
 
 class TunnelledAgent:
-    """An agent behind a tunnel, as the head holds it: that ssh has lost its host says nothing of it."""
+    """An agent that is reached by a tunnel: that ssh has lost its host says nothing of it."""
 
     def __init__(self, agent: subprocess.Popen[bytes], tunnel: Tunnel) -> None:
         self._agent, self._tunnel = agent, tunnel

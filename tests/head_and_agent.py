@@ -11,10 +11,10 @@ from typing import Any
 from hosts_at_head import Display
 
 from manyhosts.control import tls
-from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
 from manyhosts.control.agent.head_connection import HeadConnection
 from manyhosts.control.handshake import Hello, Welcome
+from manyhosts.control.head.agent_starter import Acceptor
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.state import ExternalAgent, HeadState, Node
 from manyhosts.control.job import Job

@@ -23,7 +23,7 @@ from launching import MANYHOSTS, environment, wait_until
 from ranks import free_port
 
 from manyhosts.cli.main import main
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.joining import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.tls import Identity
 from manyhosts.hosts import version_check
 from manyhosts.records import run_directory

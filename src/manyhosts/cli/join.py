@@ -36,7 +36,7 @@ def join(secret_file: str | None, address: str, folder: str | None, trace: bool,
     Ctrl-C takes this machine out of the run.
     """
     from manyhosts.control import joining  # here, for it loads OpenSSL
-    from manyhosts.control.join_secret import JoinSecret
+    from manyhosts.control.joining import JoinSecret
 
     place = Path(folder or ".").absolute()
     if not place.is_dir():

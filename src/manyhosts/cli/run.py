@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from manyhosts.cli import other_options, torchrun_options
+from manyhosts.cli import run_options
 from manyhosts.cli.cluster import beside_table, cluster_option, target_options
-from manyhosts.cli.measuring import OPTION_OF, environment, measuring_options
+from manyhosts.cli.run_options import OPTION_OF, environment, measuring_options
 from manyhosts.cli.where import Where, pairs, variables_of
 from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.config import overrides
@@ -26,7 +26,7 @@ from manyhosts.control.head import takeover
 from manyhosts.control.job import Job
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import handles, named_runs, scripts
+from manyhosts.launchers import background, named_runs, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
@@ -49,9 +49,9 @@ class _Run(click.Command):
         options = [option for option in self.params if isinstance(option, click.Option)]
         flags = {word for option in options if option.is_flag for word in option.opts} | {"--help"}
         with_value = {word for option in options if not option.is_flag for word in option.opts}
-        read = torchrun_options.translate(args, flags, with_value)
-        ours, rest = torchrun_options.split(read.words, with_value)
-        other_options.check(ours, rest, flags | with_value)
+        read = run_options.translate(args, flags, with_value)
+        ours, rest = run_options.split(read.words, with_value)
+        run_options.check(ours, rest, flags | with_value)
         ctx.meta[_MARKED] = rest[:1] == ["--"]
         if read.left_out or read.is_other:
             left_out = f"; left out, since it need not be said: {', '.join(read.left_out)}" if read.left_out else ""
@@ -192,7 +192,7 @@ def run(**words: Any) -> int:
     for note in [*_after_the_script(words), *(_crowd(job) if target == "local" else [])]:
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     launcher = LAUNCHERS.load(target)()
-    jobs = handles.jobs_of(launcher) if words["detach"] else None
+    jobs = background.jobs_of(launcher) if words["detach"] else None
     if words["detach"] and target == "join" and "secret-file" not in job.options:
         raise ConfigError(
             "the secret with which hosts join could not be shown, and must not be in a log",
@@ -388,13 +388,13 @@ def _after_the_script(words: Mapping[str, Any]) -> list[str]:
     if not found:
         if not is_readable or not scripts.uses_manyhosts(words["script"], kind):
             return []
-        if other_options.reads_arguments(path, root):
+        if run_options.reads_arguments(path, root):
             return []
         typed = shlex.join(words["arguments"])
         advice = "settings are changed before the script, as in --set lr=0.01 (--set help lists them)"
         return [f"{words['script']} does not read its arguments, so {typed} has no effect; {advice}"]
     if is_readable:
-        unread = other_options.unread(found, ours, path, root)
+        unread = run_options.unread(found, ours, path, root)
         if unread:
             misplaced = list(words["arguments"])
             script = [*(["-m"] if kind == "module" else []), words["script"]]

@@ -15,8 +15,7 @@ from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.cluster.rounds import rounds
 from manyhosts.doctor import checksum, closed, exercise, hosts, network
-from manyhosts.doctor.probe_server import Reached
-from manyhosts.doctor.reached_hosts import Facts, ReachedHosts
+from manyhosts.doctor.probe_server import Facts, Reached, ReachedHosts
 
 SCHEMA = 1
 _CLOCK_ROUNDS = 5

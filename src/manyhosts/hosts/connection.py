@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import containers, hostfile, large_packets, remote_probe
+from manyhosts.hosts import containers, hostfile, remote_probe, ways
 from manyhosts.hosts.containers import Container
 
 CONNECT_S = 5
@@ -325,7 +325,7 @@ class Connection:
         code = self._outpost.wait()
         self._readers[1].join(timeout=5)
         error = trouble(self.host, code, "\n".join(self._errors), self._pythons, self.container)
-        if isinstance(error, Lost) and large_packets.are_lost(self._destination, self._port):
+        if isinstance(error, Lost) and ways.are_lost(self._destination, self._port):
             return LaunchError(
                 f"small packets reach host {self.host}, and large ones do not",
                 where=error.where,

@@ -1,9 +1,10 @@
-"""Runs that continue without a terminal where no engine keeps them: their head is a process on this machine.
+"""Job handles (`slurm://4711`, `local:///home/me/runs/first`), and runs in the background where no engine keeps jobs.
 
     python -P -m manyhosts.launchers.background TARGET RUN_DIR/detached/job.json
-It holds a lock for as long as it lives, so another process with its number is not mistaken for it. What it prints is in
-It holds a lock for as long as it lives, so nobody takes another process with its number for it. What it prints is in
-`logs/detached.log` of the run directory, how it ended in `detached/state.json`.
+
+Such a run's head is a process on this machine. It holds a lock for as long as it lives, so another process with its
+number is not mistaken for it. What it prints is in `logs/detached.log` of the run directory, how it ended in
+`detached/state.json`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from manyhosts.control import job_file
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.launchers import detached
-from manyhosts.launchers.detached import Status
+from manyhosts.launchers.detached import Jobs, Status
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
@@ -222,3 +223,24 @@ def _is_held(folder: Path) -> bool:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def jobs_of(engine: Engine) -> Jobs:
+    """Who keeps the jobs of `engine`: itself, or where it keeps none a process on this machine."""
+    return cast(Jobs, engine) if isinstance(engine, Jobs) else Background(engine)
+
+
+def of_handle(handle: str) -> tuple[Jobs, str]:
+    """The engine of a handle such as `slurm://4711`, and the job's name there.
+
+    Raises:
+        ConfigError: this is no handle.
+    """
+    kind, separator, name = handle.partition("://")
+    if not separator or not name or kind not in LAUNCHERS.names():
+        raise ConfigError(
+            f"{handle!r} is no handle of a job",
+            where="HANDLE",
+            fix="give what `manyhosts run --detach` printed, such as slurm://4711",
+        )
+    return jobs_of(LAUNCHERS.load(kind)()), name

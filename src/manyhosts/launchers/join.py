@@ -27,7 +27,7 @@ from manyhosts.control.head.agent_starter import StartAgent
 from manyhosts.control.head.run import Head
 from manyhosts.control.head.state import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.job import Job
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.joining import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.plan import HEAD, Later, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, remote_probe, version_check

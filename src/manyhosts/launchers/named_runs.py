@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import detached, handles
+from manyhosts.launchers import background, detached
 from manyhosts.launchers.detached import Jobs, State, Status
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
@@ -45,7 +45,7 @@ class NamedRun:
     def jobs(self) -> tuple[Jobs, str]:
         """What knows its state, and the name of the run there."""
         if self.handle:
-            return handles.of_handle(self.handle)
+            return background.of_handle(self.handle)
         assert self.directory is not None, "a run without a handle is named by its directory"
         return InTerminal(), str(self.directory)
 
@@ -64,7 +64,7 @@ def named(word: str) -> NamedRun:
         path = Path(word).absolute()
         return NamedRun(path, handle_of(path))
     if kind not in LAUNCHERS.names() or not place:
-        handles.of_handle(word)  # which says what a handle is
+        background.of_handle(word)  # which says what a handle is
     here = Path(place).absolute()
     if (here / "detached").is_dir():
         return NamedRun(here, word)

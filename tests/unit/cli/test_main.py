@@ -9,8 +9,7 @@ import click
 import pytest
 
 from manyhosts import errors
-from manyhosts.cli.boundary import exit_code_of
-from manyhosts.cli.main import VERBS, cli, main
+from manyhosts.cli.main import VERBS, cli, exit_code_of, main
 
 
 def test_overview_names_every_verb_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:

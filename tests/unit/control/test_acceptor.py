@@ -11,10 +11,10 @@ import pytest
 from head_and_agent import FACTS, TOKEN, Owner, Relay, Scene, one_loop, say
 
 from manyhosts.control import tls
-from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
-from manyhosts.control.agent.enrolling import enrol
+from manyhosts.control.agent.node import enrol
 from manyhosts.control.enrolment import Enrolment
+from manyhosts.control.head.agent_starter import Acceptor
 from manyhosts.control.head.checks import host_findings
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL, Answerer, Caller

@@ -13,7 +13,7 @@ from manyhosts.control.head import hang_monitor
 from manyhosts.control.head.diagnosis import Diagnosis
 from manyhosts.control.head.group_state import Member
 from manyhosts.control.head.hang_monitor import PATIENCE_S, HangMonitor
-from manyhosts.control.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
+from manyhosts.control.head.missing_hosts import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
 from manyhosts.control.head.state import Node
 from manyhosts.control.job import Job
 from manyhosts.control.protocol import FromHead, InspectWorkers, SeenWorker, WorkerStates

@@ -15,7 +15,7 @@ from manyhosts.control import joining
 from manyhosts.control.handshake import ANY_NODE, Ask, Hello, Offer
 from manyhosts.control.head.state import ExternalAgent, Folder, Joining, Node
 from manyhosts.control.job import Job
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.joining import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.errors import ConfigError
 from manyhosts.hosts.ways import Place, Ways, is_needed, opens
 from manyhosts.launchers.join import Join

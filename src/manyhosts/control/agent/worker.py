@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts import refusals
-from manyhosts.cluster import reports
+from manyhosts.cluster import ports, reports
 from manyhosts.control import titles, tracebacks
-from manyhosts.control.agent import import_preloader, inspection, port_choice, script_patches, script_probe
+from manyhosts.control.agent import import_preloader, inspection, script_patches, script_probe
 from manyhosts.errors import ManyhostsError
 from manyhosts.imports import when_imported
 from manyhosts.records import opened_files
@@ -156,7 +156,7 @@ def _freshen() -> None:
         torch.default_generator.seed()
         if threads.isdigit() and int(threads) > 0:
             torch.set_num_threads(int(threads))
-    when_imported("torch.distributed.distributed_c10d", port_choice.begin)
+    when_imported("torch.distributed.distributed_c10d", ports.limit_gloo)
     when_imported("torch.distributed.distributed_c10d", script_patches.watch_groups)
     faulthandler.enable()  # a crash in C code shows the Python line it came from
 

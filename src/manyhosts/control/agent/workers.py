@@ -307,7 +307,7 @@ class LocalWorkers:
             else:
                 self._fork_server.close(spare=is_well)
         if is_well:
-            self._tell_of_those_left(kept)
+            self._report_left_processes(kept)
         else:
             kill_descendants(but=kept)
         self._reports.close()

@@ -1,7 +1,7 @@
 """Notices that a run gets no further, and finds out who is to blame: a host that is silent, a worker that hangs.
 
-`silences` says how hosts are heard. Workers report their steps; where one has not got further for too long, all agents
-inspect their workers, and `diagnosis` judges. Time in which the head itself did not run is not counted.
+`missing_hosts` says which hosts are silent. Workers report their steps; where one has not got further for too long, all
+agents inspect their workers, and `diagnosis` judges. Time in which the head itself did not run is not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from manyhosts.control.head import diagnosis
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.diagnosis import Diagnosis, Sight, diagnose
-from manyhosts.control.head.silences import GIVEN_UP_S, Silences
+from manyhosts.control.head.missing_hosts import GIVEN_UP_S, Silences
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.protocol import InspectWorkers, SeenWorker, WorkerStates
@@ -215,7 +215,7 @@ class HangMonitor:
     # What is watched.
 
     def _look(self) -> None:
-        """InspectWorkers at all clocks, again and again."""
+        """Check all clocks, again and again."""
         if self._state.is_over:
             return
         now = time.monotonic()

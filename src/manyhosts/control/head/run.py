@@ -20,8 +20,8 @@ from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.checks import Newcomers, Precheck
 from manyhosts.control.head.failure_policy import FailurePolicy
 from manyhosts.control.head.failures import Failure
-from manyhosts.control.head.gathering import Gathering
 from manyhosts.control.head.hang_monitor import HangMonitor
+from manyhosts.control.head.missing_hosts import Gathering
 from manyhosts.control.head.output import News
 from manyhosts.control.head.state import HeadEndpoint, HeadState, Node
 from manyhosts.control.job import Job

@@ -29,11 +29,10 @@ from manyhosts.hosts.connection import Connection, Unreachable
 from manyhosts.hosts.containers import Container
 from manyhosts.hosts.disks import Disks
 from manyhosts.launchers import container_options
-from manyhosts.launchers.ssh import record, remote_agent, tunnels
+from manyhosts.launchers.ssh import remote_agent, run_files
 from manyhosts.launchers.ssh.host import Host, of_all
-from manyhosts.launchers.ssh.remote_agent import DeferredAgent, NotThere
+from manyhosts.launchers.ssh.remote_agent import DeferredAgent, NotThere, Tunnel, TunnelledAgent
 from manyhosts.launchers.ssh.run_files import RunFiles
-from manyhosts.launchers.ssh.tunnels import Tunnel, TunnelledAgent
 from manyhosts.records import run_directory
 
 
@@ -226,7 +225,7 @@ class Cluster:
             if host.tunnel and host.away is None:
                 with contextlib.suppress(LaunchError):  # the last one may be open still
                     host.connection.tunnel(left.address, left.port, host.tunnel)
-                tunnels.keep(host, self._connections, left.address, left.port)
+                remote_agent.keep(host, self._connections, left.address, left.port)
 
     def begin_anew(self) -> None:
         """There is no run to be taken over: every agent is to be started.
@@ -317,7 +316,7 @@ class Cluster:
         if host.tunnelled:
             address, port = addresses.address_and_port(head)
             host.tunnel = host.connection.tunnel(address, port)
-            way = tunnels.keep(host, self._connections, address, port)
+            way = remote_agent.keep(host, self._connections, address, port)
             head = addresses.place("127.0.0.1", host.tunnel)
         assert host.interface is not None, "it was surveyed"
         values = {
@@ -343,7 +342,7 @@ class Cluster:
 
     def fetch_record(self) -> None:
         """Bring the run directory of the host that led here, and the logs of the others: each disk's once."""
-        for words in record.fetch(self._job.run_dir, self._here, self._disks, self._connections):
+        for words in run_files.fetch_record(self._job.run_dir, self._here, self._disks, self._connections):
             self._display.warn(words)
 
     def forget(self) -> None:

@@ -98,7 +98,7 @@ class Owner:
     def welcome(self, node: Node) -> None:
         self.scene.reported.append("welcome")
 
-    def hear(self, node: Node, message: FromAgent) -> None:
+    def receive(self, node: Node, message: FromAgent) -> None:
         self.scene.at_head.append(message)
 
     def lose(self, node: Node, why: str) -> None:

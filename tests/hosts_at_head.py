@@ -105,5 +105,5 @@ def begun(job: Job, clock: Clock, hosts: Hosts) -> tuple[HeadState, WorkerGroup]
     hosts.answer = open_store
     group.store.open(lambda address, port: group.start_all(), listens=False)
     for number in sorted(state.running):
-        group.regroup.hear(number, "begin", {"call": 1, "most": 0})
+        group.regroup.receive(number, "begin", {"call": 1, "most": 0})
     return state, group

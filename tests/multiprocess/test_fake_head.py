@@ -173,4 +173,4 @@ def test_agent_of_an_engine_says_no_word_to_a_head_with_another_certificate(prog
     out, err = agent.communicate(timeout=120)
     assert (agent.returncode, head.calls, head.heard) == (3, 1, []), err
     assert "is not the head of this run: it shows another certificate; nothing was sent" in err
-    assert enrolment.Enrolment(true).hear(out), "what it has printed for its head is the hash of a key"
+    assert enrolment.Enrolment(true).read(out), "what it has printed for its head is the hash of a key"

@@ -83,7 +83,7 @@ def _live(folder: Path) -> LiveRun | LiveStudy:
 
 def _read_all(live: LiveRun | LiveStudy, lock: threading.Lock) -> None:
     with lock:
-        while live.look():
+        while live.refresh():
             pass
 
 
@@ -96,7 +96,7 @@ def _draw(live: LiveRun | LiveStudy, lock: threading.Lock, console: Console, *, 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as screen:
         while True:
             with lock:
-                more = live.look()
+                more = live.refresh()
                 screen.update(drawn(live, console), refresh=True)
                 is_over = live.is_over
             if is_over and not stays:

@@ -209,10 +209,10 @@ class Membership:
     def _listen(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
             for line in lines:
-                self._hear(json.loads(line))
+                self._receive(json.loads(line))
         self._answers.put({"message": "refused", "reason": "the agent of this host is gone"})
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         if message["message"] in ("group", "passed", "refused"):
             self._answers.put(message)
         elif message["message"] == "headless":

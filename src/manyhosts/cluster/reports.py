@@ -39,7 +39,7 @@ _calls: dict[str, list[Callable[[], None]]] = {}
 _noted: dict[str, int] = {}
 
 
-def when_told(kind: str, call: Callable[[], None]) -> None:
+def on_report(kind: str, call: Callable[[], None]) -> None:
     """Call `call` once, when this process first reports something of `kind`."""
     _calls.setdefault(kind, []).append(call)
 

@@ -46,7 +46,7 @@ class Enrolment:
         """Its fingerprint, 64 hexadecimal digits."""
         return self.identity.fingerprint.hex()
 
-    def hear(self, line: str) -> bool:
+    def read(self, line: str) -> bool:
         """Take note of a line that an agent has printed. Returns whether it was an announcement. From any thread."""
         found = _LINE.fullmatch(line)
         if found is not None:

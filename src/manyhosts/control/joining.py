@@ -190,7 +190,7 @@ def _ask(connection: socket.socket, wish: Wish) -> Offer:
     client = HeadClient(connection, wish.place)
     caller = Caller(wish.secret.token)
     client.say(Call(**caller.call()))
-    prove = client.hear(Prove)
+    prove = client.receive(Prove)
     if client.fingerprint()[:FINGERPRINT_BYTES] != wish.secret.fingerprint:
         raise LaunchError(
             f"what listens at {wish.place} is not the run that this secret is of: it shows another certificate",
@@ -211,7 +211,7 @@ def _ask(connection: socket.socket, wish: Wish) -> Offer:
             fix="install the same manyhosts there and here",
         )
     client.say(Ask(proof=proof, machine=remote_probe.machine()))
-    return client.hear(Offer)
+    return client.receive(Offer)
 
 
 def _see_versions(offer: Offer, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Writes what serves an export elsewhere, and applies it on request. SageMaker's requests are checked against botocore."""
+"""Writes what serves an export elsewhere, and applies it on request. Requests to SageMaker are checked first."""
 
 from __future__ import annotations
 

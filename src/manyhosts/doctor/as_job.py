@@ -50,7 +50,7 @@ def examine(engine: Engine, job: Job, request: Request, report: Callable[[str], 
     begin = time.monotonic()
     reported = False
     try:
-        found = _hear(jobs, name, request, report)
+        found = _read_findings(jobs, name, request, report)
         reported = True
     except LaunchError as error:
         lost = [unreachable(error, request.target)]
@@ -62,7 +62,7 @@ def examine(engine: Engine, job: Job, request: Request, report: Callable[[str], 
     return found
 
 
-def _hear(jobs: Jobs, name: str, request: Request, report: Callable[[str], None]) -> Examination:
+def _read_findings(jobs: Jobs, name: str, request: Request, report: Callable[[str], None]) -> Examination:
     deadline = time.monotonic() + _PATIENCE_S
     while (status := jobs.status(name)).state == "waiting":
         report(f"waiting for {request.target}: {status.reason}")

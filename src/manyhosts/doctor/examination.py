@@ -87,7 +87,7 @@ def examine(
     found = _Rounds(reached, request, report)
     found.hosts.lost += lost
     if reached:
-        found.look()
+        found.examine()
         found.begin_exercise()
         found.compare()
         found.await_exercise()
@@ -120,7 +120,7 @@ class _Rounds:
         self.meeting: Facts = {}
         self._request, self._report = request, report
 
-    def look(self) -> None:
+    def examine(self) -> None:
         """What each host is alone."""
         self._report(f"looking at {len(self.hosts.there)} host{'s' if len(self.hosts.there) > 1 else ''}")
         request = self._request

@@ -18,7 +18,7 @@ _GPU = re.compile(r"^GPU (\d+):")
 _LINK = re.compile(r"^\s*Link \d+: ([\d.]+) GB/s")
 
 
-def look() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """`rdma`: one entry for each port of each adapter; `nvlink`: one for each GPU that has such links."""
     return {"rdma": _ports(), "nvlink": _nvlinks()}
 

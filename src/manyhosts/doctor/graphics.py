@@ -24,7 +24,7 @@ _ASKED = {
 _LIMIT_S = 15
 
 
-def look() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """`gpus` (one entry for each), `trouble` (why nothing could be asked; empty where there is simply no GPU)."""
     program = shutil.which("nvidia-smi")
     if program is None:

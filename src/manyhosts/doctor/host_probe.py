@@ -53,7 +53,7 @@ class HostProbe:
     def deeds(self) -> dict[str, Callable[..., Any]]:
         """By what is asked: what gives the answer."""
         return {
-            "look": _look,
+            "look": _facts,
             "time": time.time,
             "way": remote_probe.way_to,
             "resolve": _resolve,
@@ -97,13 +97,13 @@ class HostProbe:
 
     def _await_exercise(self, allowed_s: float) -> Any:
         """What the process says first: that it has loaded torch."""
-        return {"trouble": "torch was not started"} if self._exercise is None else self._exercise.hear(allowed_s)
+        return {"trouble": "torch was not started"} if self._exercise is None else self._exercise.read_answer(allowed_s)
 
     def _do_exercise(self, allowed_s: float, **asked: Any) -> Any:
         if self._exercise is None:
             return {"trouble": "torch was not started"}
         self._exercise.ask(asked)
-        return self._exercise.hear(allowed_s)
+        return self._exercise.read_answer(allowed_s)
 
 
 class _LeftFile:
@@ -164,7 +164,7 @@ class _Exercise:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
 
-    def hear(self, limit_s: float) -> Any:
+    def read_answer(self, limit_s: float) -> Any:
         """Its next answer, or a `trouble`."""
         try:
             line = self._said.get(timeout=limit_s)
@@ -194,7 +194,7 @@ def hello() -> dict[str, Any]:
     return {**remote_probe.facts(), "group_rank": os.environ.get("GROUP_RANK", "")}
 
 
-def _look(run_dir: str, script: str) -> dict[str, Any]:
+def _facts(run_dir: str, script: str) -> dict[str, Any]:
     """Everything about this host that needs no other one."""
     mtu = {}
     for _, name in socket.if_nameindex():
@@ -202,8 +202,8 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
             mtu[name] = int(file.read())
     return {
         "condition": host_state.gather(run_dir, _environment()),
-        "graphics": graphics.look(),
-        "fabric": fabric.look(),
+        "graphics": graphics.probe(),
+        "fabric": fabric.probe(),
         "mtu": mtu,
         "machine": _machine(),
         "ports": _ports(),

@@ -130,16 +130,16 @@ def bring(connection: Connection, python: str, data: Data, warn: Warn) -> int:
     with _Line(connection, python) as line:
         files = {path: [file.size, file.digest, file.changed_ns] for path, file in data.files.items()}
         line.say({"folder": str(data.folder), "files": files})
-        found = line.hear()
+        found = line.read()
         while "hashed" in found:
             warn(f"manyhosts: {host} has read {bytes_in_words(found['hashed'])} of what it has already")
-            found = line.hear()
+            found = line.read()
         sizes = {file.digest: file.size for file in data.files.values()}
         lacks: dict[str, int] = {
             digest: start if start <= sizes[digest] else 0 for digest, start in found["lacks"].items()
         }
         _see_that_it_fits(host, data, found, sum(sizes[digest] - start for digest, start in lacks.items()))
-        total = _tell_what_goes(host, data, lacks, sizes, warn)
+        total = _report_transfer(host, data, lacks, sizes, warn)
         gone, reported = 0, time.monotonic()
         paths = data.paths()
         for digest, start in lacks.items():
@@ -151,9 +151,9 @@ def bring(connection: Connection, python: str, data: Data, warn: Warn) -> int:
                 if time.monotonic() - reported > _TELL_S:
                     reported = time.monotonic()
                     warn(f"manyhosts: {bytes_in_words(gone)} of {bytes_in_words(total)} of the data are on {host}")
-            line.hear()
+            line.read()
         line.say({"end": True})
-        line.hear()
+        line.read()
     return gone
 
 
@@ -174,7 +174,7 @@ def _see_that_it_fits(host: str, data: Data, found: Mapping[str, Any], total: in
         )
 
 
-def _tell_what_goes(host: str, data: Data, lacks: Mapping[str, int], sizes: Mapping[str, int], warn: Warn) -> int:
+def _report_transfer(host: str, data: Data, lacks: Mapping[str, int], sizes: Mapping[str, int], warn: Warn) -> int:
     total = sum(sizes[digest] - start for digest, start in lacks.items())
     every = f"{len(data.files)} files of data, {bytes_in_words(data.size)}"
     if not lacks:
@@ -260,7 +260,7 @@ class _Line:
             return False
         return True
 
-    def hear(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """The next answer.
 
         Raises:

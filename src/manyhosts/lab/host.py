@@ -204,7 +204,7 @@ class Host:
             process_group=0,  # Ctrl-C is for what runs in the lab, not for the lab
         )
         assert self._machine.stdin is not None, "it was asked for as a pipe"
-        self.process = int(self._hear() or 0)
+        self.process = int(self._read_line() or 0)
         if self.process:
             self._namespace = os.readlink(f"/proc/{self.process}/ns/pid")
             self._switch.plug_in(spec.port, self.process, spec.address, spec.rate)
@@ -217,14 +217,14 @@ class Host:
         Raises:
             ConfigError: it did not come up.
         """
-        if not self.process or self._hear() != "ready":
+        if not self.process or self._read_line() != "ready":
             raise ConfigError(
                 "a host of the lab did not start",
                 where=self.name,
                 fix="what was printed above says what it missed; a lab needs root and the overlay file system",
             )
 
-    def _hear(self) -> str:
+    def _read_line(self) -> str:
         assert self._machine.stdout is not None, "it was asked for as a pipe"
         return self._machine.stdout.readline().strip()
 

@@ -107,7 +107,7 @@ class _Commands:
         with lines, contextlib.suppress(OSError, ValueError):
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\r\n")
-                if not self._enrolment.hear(text):
+                if not self._enrolment.read(text):
                     self._display.line(text, "", is_error=False)
 
     def _facts(self) -> dict[str, Any]:

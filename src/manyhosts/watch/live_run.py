@@ -40,7 +40,7 @@ class LiveRun:
         self._heard_at = time.monotonic()
         self._has_read = False
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Take in what is new. Returns whether there is more to be read at once.
 
         Raises:

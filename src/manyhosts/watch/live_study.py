@@ -34,7 +34,7 @@ class LiveStudy:
     """The study in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing but what was asked is read before `look`.
+        """Nothing but what was asked is read before `refresh`.
 
         Raises:
             ConfigError: the folder holds no study that can be read.
@@ -47,7 +47,7 @@ class LiveStudy:
         self._alone_since: float | None = None
         self.asked: Asked = asked_in(folder)
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Take in what is new. Returns whether there is more to be read at once."""
         lives, more = self._owner.lives(), False
         self.asked = asked_in(self.folder)  # sizes may have been added
@@ -106,7 +106,7 @@ class LiveStudy:
                 return Row(name, outcome_of(place).status), False
             self._runs[place.name] = LiveRun(place.run.path)
         live = self._runs[place.name]
-        more = live.look()
+        more = live.refresh()
         history, last = live.history, live.history.last
         goes_on = live.owner.lives()
         outcome = outcome_of(place)

@@ -185,10 +185,10 @@ def test_workers_that_wait_for_a_new_group_do_not_hang(scene: Callable[..., Scen
     here.both_step(1)
     regroup = here.group.regroup
     regroup.add_late(Member(number=7, node=2, local_rank=0, rank=2, late=True))
-    regroup.hear(7, "join", {"call": 1, "most": 0})
+    regroup.receive(7, "join", {"call": 1, "most": 0})
     here.pass_by(100)
     for number in (0, 1):
-        regroup.hear(number, "regroup", {"call": 1, "group": 0, "step": 1})
+        regroup.receive(number, "regroup", {"call": 1, "group": 0, "step": 1})
     here.pass_by(20)
     assert here.verdicts == [], "they have met a moment ago"
     here.pass_by(30)

@@ -49,7 +49,7 @@ def said(*scripts: Callable[[], None], world: int = 0) -> list[str]:
             script_probe.withdraw()
         for account in heard.accounts:
             samples = {"batch 0": str(rank)} if len(scripts) > 1 else None
-            notices.hear(0, rank, account | {"world": world or account["world"], "samples": samples})
+            notices.add_report(0, rank, account | {"world": world or account["world"], "samples": samples})
     return words
 
 

@@ -173,10 +173,10 @@ class Agent:
             case protocol.TryConnections():
                 self._connectivity.try_connections(message.places)
             case protocol.ListenForHost():
-                self._connectivity.tell_port(self._ports)
+                self._connectivity.report_port(self._ports)
             case protocol.InspectWorkers():
                 number = message.round
-                self._workers.look(lambda seen: self._head.say(protocol.WorkerStates(round=number, workers=seen)))
+                self._workers.inspect(lambda seen: self._head.say(protocol.WorkerStates(round=number, workers=seen)))
 
     def _prepare(self, message: protocol.Prepare) -> None:
         """See that this host can start the workers, and have all be loaded that they need."""
@@ -228,7 +228,7 @@ class Agent:
         )
         self._workers.prepare(setup)
         if message.tell_condition:
-            self._connectivity.tell_condition(message.run_dir, environment, opens=message.listen, ports=self._ports)
+            self._connectivity.report_condition(message.run_dir, environment, opens=message.listen, ports=self._ports)
 
     def _report_unfit(self, text: str, where: str) -> None:
         """This host can start no worker, and has started none."""
@@ -285,13 +285,13 @@ class Agent:
         self._workers.have_saved(saving, "the head of this run is gone")
         deadline = time.monotonic() + FAREWELL_S
 
-        def look() -> None:
+        def check() -> None:
             if all(worker.ended for worker in saving) or time.monotonic() > deadline:
                 self.leave()
             else:
-                self._loop.after(_LOOK_S, look)
+                self._loop.after(_LOOK_S, check)
 
-        look()
+        check()
 
     def leave(self) -> None:
         """End everything on this host. Called when the head says so, and when it is gone."""

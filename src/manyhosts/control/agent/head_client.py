@@ -52,7 +52,7 @@ class HeadClient:
         self._tls.send(json.dumps({"message": message.NAME, **content_of(message)}).encode() + b"\n")
         self._carry()
 
-    def hear(self, kind: type[Answer]) -> Answer:
+    def receive(self, kind: type[Answer]) -> Answer:
         """The next message, which is of this `kind`.
 
         Raises:

@@ -42,7 +42,7 @@ class _Sample:
     at: float = 0.0
 
 
-class Look:
+class Inspection:
     """One inspection of all workers of a host, which takes `TAKES_S` and runs in the background."""
 
     TAKES_S = 0.4

@@ -144,7 +144,7 @@ def _ask(head: str, certificate: str, key: str) -> str:
             )
         try:
             client.say(Enrol(key=key))
-            token = client.hear(Secret).token
+            token = client.receive(Secret).token
         except LaunchError as error:
             raise _NotKnownYet(error.what, where=head, fix="") from error
     if not token:

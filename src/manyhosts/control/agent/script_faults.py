@@ -133,7 +133,7 @@ class ScriptFaults:
         self._epochs: dict[int, set[int]] = {}
         """By DistributedSampler: the epochs of which a pass has trained."""
         self._last_training: _Pass | None = None
-        self._last_is_whole = False
+        self._last_is_complete = False
         self._files: set[str] = set()
         self._loaded: list[str] = []
         self._has_begun = False
@@ -204,7 +204,7 @@ class ScriptFaults:
             return
         now.steps += self._steps - before
         self._trained_on.add(now.dataset)
-        self._last_training, self._last_is_whole = now, False
+        self._last_training, self._last_is_complete = now, False
         if not now.is_counted:
             now.is_counted = True
             self._count_epoch(now)
@@ -229,7 +229,7 @@ class ScriptFaults:
             if now is None:
                 return
             if now.steps:
-                self._last_is_whole = True
+                self._last_is_complete = True
             elif now.fingerprint and now.dataset not in self._trained_on:
                 self._validated.add(now.dataset)
                 counts = {"samples": now.samples, "batches": now.batches, "fingerprint": now.fingerprint}
@@ -254,7 +254,7 @@ class ScriptFaults:
             self._credit()
             last = self._last_training
         if last is not None and last.epoch is not None:
-            self._report("saved", path=path, epoch=last.epoch, whole=self._last_is_whole)
+            self._report("saved", path=path, epoch=last.epoch, whole=self._last_is_complete)
         if path not in self._files and len(self._files) < _MOST_FILES:
             self._files.add(path)
             self._report("file", path=path)

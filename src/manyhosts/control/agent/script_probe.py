@@ -45,7 +45,7 @@ class Learning:
         self._weights: dict[int, list[tuple[Any, Any]]] = {}
         """By optimizer: what is looked at of each of its weights, and what that was."""
 
-    def look(self, optimizer: Any, arguments: Iterable[object]) -> None:
+    def inspect(self, optimizer: Any, arguments: Iterable[object]) -> None:
         """Before a step of `optimizer`, which is called with `arguments`."""
         torch: Any = sys.modules["torch"]
         weights = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -150,7 +150,7 @@ def begin() -> ScriptProbe | None:
     if script_probe.looks_closely:
         when_imported("torch.utils.data.dataloader", _harmless(script_probe.watch_batches))
         when_imported("torch.nn.parallel.distributed", _harmless(script_probe.watch_inputs))
-    reports.when_told("trainer", script_probe.withdraw)
+    reports.on_report("trainer", script_probe.withdraw)
     return script_probe
 
 
@@ -169,7 +169,7 @@ class ScriptProbe:
         """The optimizers, by id, that have had their turn in the present step."""
         self._next_report = 0.0
         self._torch: Any = None
-        self._look_untraced, self._count_untraced = self._look, self._count
+        self._look_untraced, self._count_untraced = self._inspect, self._count
         self._undo: list[Callable[[], None]] = []
         """Takes out what counts."""
         self._undo_looks: list[Callable[[], None]] = []
@@ -192,7 +192,7 @@ class ScriptProbe:
         """Have `torch.optim.optimizer` call us around every step of every optimizer."""
         self._torch = sys.modules["torch"]  # may be half loaded: what is not needed yet is looked up later
         self._count_untraced = self._torch._disable_dynamo(self._count)
-        self._look_untraced = self._torch._disable_dynamo(self._look)
+        self._look_untraced = self._torch._disable_dynamo(self._inspect)
         after = optimizers.register_optimizer_step_post_hook(self._after)
         self._undo.append(after.remove)
         before = optimizers.register_optimizer_step_pre_hook(self._before)
@@ -266,7 +266,7 @@ class ScriptProbe:
         if self._torch.compiler.is_dynamo_compiling():
             self._look_untraced(optimizer, given)
         else:
-            self._look(optimizer, given)
+            self._inspect(optimizer, given)
 
     def _after(self, optimizer: object, *_: object) -> None:
         if self._torch.compiler.is_dynamo_compiling():
@@ -290,12 +290,12 @@ class ScriptProbe:
             self._look_at_group()
             self._report(ended=False)
 
-    def _look(self, optimizer: Any, given: tuple[object, ...]) -> None:
+    def _inspect(self, optimizer: Any, given: tuple[object, ...]) -> None:
         """Before a step: at the weights and the gradients, and at the samples that led to it."""
         if self._over:
             return
         try:
-            self._learning.look(optimizer, given)
+            self._learning.inspect(optimizer, given)
         except Exception:  # of a tensor that is another's invention, say; the script is to continue
             self._learning.can_tell = False
         if not self.looks_closely or (self._turn and id(optimizer) not in self._turn):

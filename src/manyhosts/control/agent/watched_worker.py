@@ -161,9 +161,9 @@ class WatchedWorker:
 
     def _flush_partial_line(self) -> None:
         if not self.ended:
-            self._log.glimpse()
+            self._log.flush_partial_line()
             for stream, lines in self._lines.items():
-                self._show(stream, lines.glimpse())
+                self._show(stream, lines.partial_line())
             self._loop.after(_GLIMPSE_S, self._flush_partial_line)
 
     def _close(self, stream: str) -> None:

@@ -74,9 +74,9 @@ def be(request: Request, descriptors: list[int]) -> int:
     own, code, watching = os.getpid(), 0, None
     try:
         script_patches.begin()
-        script_patches.tell_libraries()
+        script_patches.configure_libraries()
         watching = script_probe.begin()
-        _tell_of_imports(line)
+        _report_imports(line)
         run_main(request["program"], request["kind"])
     except SystemExit as ended:
         code = _exit_code(ended)
@@ -98,7 +98,7 @@ def be(request: Request, descriptors: list[int]) -> int:
     return code
 
 
-def _tell_of_imports(line: Line) -> None:
+def _report_imports(line: Line) -> None:
     """Have the first worker of a host say what the script has imported, once it trains."""
     if os.environ.get("LOCAL_RANK") != "0":
         return
@@ -107,7 +107,7 @@ def _tell_of_imports(line: Line) -> None:
     def report_imports() -> None:
         line.send("imported", modules=import_preloader.imported_since(before))
 
-    reports.when_told("trainer", lambda: reports.when_told("step", report_imports))
+    reports.on_report("trainer", lambda: reports.on_report("step", report_imports))
 
 
 def _name_process(program: str) -> None:

@@ -20,7 +20,7 @@ from manyhosts.cluster import reports
 from manyhosts.cluster.ports import Range
 from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.agent.head_connection import HeadConnection, Outbox
-from manyhosts.control.agent.inspection import Look
+from manyhosts.control.agent.inspection import Inspection
 from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
 from manyhosts.control.agent.store_lines import StoreLines, TcpStore
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
@@ -224,9 +224,9 @@ class LocalWorkers:
         """Pass on what the head says to a worker."""
         self._reports.send(member, message)
 
-    def look(self, then: Callable[[list[SeenWorker]], None]) -> None:
+    def inspect(self, then: Callable[[list[SeenWorker]], None]) -> None:
         """Say what all workers are doing, in a moment."""
-        Look(self._loop, list(self._watched.values()), self._reports.address, then)
+        Inspection(self._loop, list(self._watched.values()), self._reports.address, then)
 
     # They end.
 

@@ -106,7 +106,7 @@ class Acceptor:
         channel = Channel(
             self._loop,
             connection,
-            lambda message: self._hear(channel, message),
+            lambda message: self._receive(channel, message),
             lambda: self._turn_away(channel),
             tls=self._identity.answer(),
         )
@@ -138,7 +138,7 @@ class Acceptor:
         self._strangers.pop(channel, None)
         channel.close()
 
-    def _hear(self, channel: Channel, found: Message) -> None:
+    def _receive(self, channel: Channel, found: Message) -> None:
         """A caller's message: we prove that we know the token, then it does, or its connection is closed."""
         answer: FromCalled | None = None
         proof = self._strangers[channel].proof

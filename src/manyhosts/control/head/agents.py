@@ -41,7 +41,7 @@ class Owner(Protocol):
     def welcome(self, node: Node) -> None:
         """An agent has come."""
 
-    def hear(self, node: Node, message: FromAgent) -> None:
+    def receive(self, node: Node, message: FromAgent) -> None:
         """An agent says something."""
 
     def lose(self, node: Node, why: str) -> None:
@@ -166,7 +166,7 @@ class Agents:
     def session_with(self, node: Node) -> Session:
         """A conversation with a node's agent that has yet to begin, or to continue."""
         recorded = self._state.can_be_taken_over
-        return Session(self._state.loop.after, lambda message: self._hear(node, message), holds_back=recorded)
+        return Session(self._state.loop.after, lambda message: self._receive(node, message), holds_back=recorded)
 
     @property
     def hold_something_back(self) -> bool:
@@ -208,7 +208,7 @@ class Agents:
         else:
             self._state.result = error
 
-    def _hear(self, node: Node, message: Message) -> None:
+    def _receive(self, node: Node, message: Message) -> None:
         node.heard = time.monotonic()
         try:
             said = read(message, FROM_AGENT)
@@ -219,7 +219,7 @@ class Agents:
             return
         node.held_s = said.held_s if isinstance(said, Alive) else 0.0
         try:
-            self._owner.hear(node, said)
+            self._owner.receive(node, said)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
             # Fields of reports, which are not checked before: the fault may be in them or in the head.
             what = (
@@ -255,7 +255,7 @@ class Agents:
             self._lose(node, failures.why_connection_ended(node.agent, channel.trouble))
             return
 
-        def look(until: float) -> None:
+        def check(until: float) -> None:
             if node.channel is not session or session.channel is not None:
                 return
             now, has_ended = time.monotonic(), node.agent.poll() is not None
@@ -264,10 +264,10 @@ class Agents:
             if (has_ended and not was_silent) or now > until:
                 self._lose(node, failures.why_connection_ended(node.agent, channel.trouble))
             else:
-                self._state.loop.after(_COMES_BACK_S / 40, lambda: look(until))
+                self._state.loop.after(_COMES_BACK_S / 40, lambda: check(until))
 
         if not channel.is_cut:  # else how long it is silent says what is to be done
-            look(now + (_FINDS_BACK_S if was_silent else _COMES_BACK_S))
+            check(now + (_FINDS_BACK_S if was_silent else _COMES_BACK_S))
 
     def _lose(self, node: Node, why: str) -> None:
         if node.channel is not None:

@@ -194,9 +194,9 @@ class Precheck:
         if not self.is_over:
             self._has_begun = True
             self._state.loop.after(_LIMIT_S, self._conclude)
-            self._go_on()
+            self._advance()
 
-    def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
+    def receive(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
         """What an agent reports of its host."""
         if self.is_over:
             return
@@ -204,7 +204,7 @@ class Precheck:
             self._take_condition(node, message)
         elif isinstance(message, ConnectionsTried):
             self._take_answers(node, message.answers)
-        self._go_on()
+        self._advance()
 
     def _take_condition(self, node: Node, message: Condition) -> None:
         reported, now = message.reported, time.time()
@@ -219,7 +219,7 @@ class Precheck:
         self._found.take(node.number, list(self._found.places), answers)
         self._knocked.add(node.number)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Take the next step, if everybody has taken the last one."""
         present = set(self._agents.present())
         if not self._has_begun or not present <= self._reported:
@@ -262,34 +262,34 @@ def place_of(node: Node, port: int) -> Place:
 
 
 _NEWCOMER_LIMIT_S = 20.0
-"""How long this may take. A host that does not answer is not waited for: its connection is looked after elsewhere."""
+"""How long this may take. A host that does not answer is not waited for: its connection is handled elsewhere."""
 
 
 class Newcomers:
-    """They are received one after another: all agents listen, then the newcomer and the others try each other."""
+    """They are admitted one after another: all agents listen, then the newcomer and the others try each other."""
 
     def __init__(self, state: HeadState, agents: Agents) -> None:
         self._state, self._agents = state, agents
         self._waiting: deque[tuple[Node, Callable[[], None]]] = deque()
-        """The first of them is being received."""
+        """The first of them is being admitted."""
         self._turn = 0
 
-    def receive(self, node: Node, then: Callable[[], None]) -> None:
+    def admit(self, node: Node, then: Callable[[], None]) -> None:
         """Call `then` when nothing is in the way of `node`; turn it away otherwise."""
         self._waiting.append((node, then))
         if len(self._waiting) == 1:
             self._begin()
 
-    def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
+    def receive(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
         """An agent listens, or has connected to the others."""
         if not self._waiting:
             return
-        if isinstance(message, Connectivity) and node.number in self._awaited and not self._places_are_told:
+        if isinstance(message, Connectivity) and node.number in self._awaited and not self._places_sent:
             self._ways.places[node.number] = place_of(node, message.port)
-            self._go_on(node)
-        elif isinstance(message, ConnectionsTried) and node.number in self._awaited and self._places_are_told:
-            self._ways.take(node.number, self._knocks_at[node.number], message.answers)
-            self._go_on(node)
+            self._advance(node)
+        elif isinstance(message, ConnectionsTried) and node.number in self._awaited and self._places_sent:
+            self._ways.take(node.number, self._tried_by[node.number], message.answers)
+            self._advance(node)
 
     def lose(self, node: Node) -> None:
         """An agent is gone."""
@@ -299,42 +299,42 @@ class Newcomers:
             self._end(lambda: None)
             return
         self._waiting = deque(each for each in self._waiting if each[0] is not node)
-        self._go_on(node)
+        self._advance(node)
 
     def _begin(self) -> None:
         self._turn += 1
         turn = self._turn
         self._ways = Ways(one_way=True)
-        self._places_are_told = False
-        self._knocks_at: dict[int, list[int]] = {}
+        self._places_sent = False
+        self._tried_by: dict[int, list[int]] = {}
         here = [self._agents.nodes[number] for number in self._agents.present()]
         newcomers = {node.number for node, _ in self._waiting} - {self._waiting[0][0].number}
         self._taking_part = [node for node in here if node.number not in newcomers]
         self._awaited = {node.number for node in self._taking_part}
         self._agents.send(self._taking_part, ListenForHost())
 
-        def look() -> None:
+        def check() -> None:
             if self._waiting and turn == self._turn:
                 self._conclude()
 
-        self._state.loop.after(_NEWCOMER_LIMIT_S, look)
+        self._state.loop.after(_NEWCOMER_LIMIT_S, check)
 
-    def _go_on(self, node: Node) -> None:
+    def _advance(self, node: Node) -> None:
         self._awaited.discard(node.number)
         if self._awaited:
             return
-        if self._places_are_told:
+        if self._places_sent:
             self._conclude()
             return
-        self._places_are_told = True
+        self._places_sent = True
         newcomer = self._waiting[0][0].number
         for each in self._taking_part:
             if each.number not in self._ways.places:
                 continue
             others = [number for number in self._ways.places if number != newcomer]
-            self._knocks_at[each.number] = others if each.number == newcomer else [newcomer]
+            self._tried_by[each.number] = others if each.number == newcomer else [newcomer]
             self._awaited.add(each.number)
-            places = [self._ways.places[number] for number in self._knocks_at[each.number]]
+            places = [self._ways.places[number] for number in self._tried_by[each.number]]
             self._agents.send([each], TryConnections(places=[[place.address, place.port] for place in places]))
 
     def _conclude(self) -> None:

@@ -12,7 +12,7 @@ from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.diagnosis import Diagnosis
 from manyhosts.control.head.failures import Failure, first, signal_name
 from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS
-from manyhosts.control.head.output import News
+from manyhosts.control.head.output import WorkerOutput
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.protocol import End, Ended, Signal, Trouble
@@ -30,7 +30,7 @@ _SLOW = "see its log; a worker that needs longer is waited for with --hang-timeo
 class FailurePolicy:
     """Notes how workers end, and brings the run to its result."""
 
-    def __init__(self, state: HeadState, agents: Agents, news: News) -> None:
+    def __init__(self, state: HeadState, agents: Agents, news: WorkerOutput) -> None:
         self._state, self._agents, self._news = state, agents, news
         self._worker_group = WorkerGroup(state, agents, self.note_failures)
         self._failures: list[Failure] = []

@@ -103,7 +103,7 @@ class HangMonitor:
         """When no host was heard last."""
         self._looked = time.monotonic()
         self._next_round = 0.0
-        state.loop.after(_LOOK_S, self._look)
+        state.loop.after(_LOOK_S, self._check)
 
     @property
     def limit_s(self) -> float:
@@ -124,7 +124,7 @@ class HangMonitor:
         alone = all(now - other.heard > _UNHEARD_S for other in others)
         if alone:
             self._alone = now
-        waits = (node.heard < self._alone and now - self._alone < GIVEN_UP_S) or self._get_on_beside(node, now)
+        waits = (node.heard < self._alone and now - self._alone < GIVEN_UP_S) or self._others_make_progress(node, now)
         if waits and self._waited_for.get(node.number) != node.heard:
             self._waited_for[node.number] = node.heard
             why = "no host is heard from: this machine may be cut off" if alone else "the workers of others get on"
@@ -133,7 +133,7 @@ class HangMonitor:
             )
         return waits
 
-    def _get_on_beside(self, node: Node, now: float) -> bool:
+    def _others_make_progress(self, node: Node, now: float) -> bool:
         """Whether workers of other hosts have made steps since `node` was heard last, and a moment ago."""
         members = self._worker_group.regroup.group_state.members
         others = [
@@ -214,7 +214,7 @@ class HangMonitor:
 
     # What is watched.
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Check all clocks, again and again."""
         if self._state.is_over:
             return
@@ -227,9 +227,9 @@ class HangMonitor:
         if slept > _NAP_S:
             self._forgive(slept)
         for node in self._agents.nodes:
-            self._silences.look(node, now, self._asked_for, self._progress)
+            self._silences.check(node, now, self._asked_for, self._progress)
         self._look_at_workers(now)
-        self._state.loop.after(_LOOK_S, self._look)
+        self._state.loop.after(_LOOK_S, self._check)
 
     def _forgive(self, slept_s: float) -> None:
         """The head itself did not run: no host could be heard meanwhile."""

@@ -106,7 +106,7 @@ class GroupCoordinator:
         """Whether workers wait for others, to continue with them in a new group."""
         return (self._waiting or self._forming) and not self.ended
 
-    def hear(self, number: int, kind: str, fields: dict[str, Any]) -> None:
+    def receive(self, number: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker says of itself."""
         member = self.group_state.members.get(number)
         if member is None:

@@ -90,7 +90,7 @@ class Silences:
         self._say, self._on_silence = say, on_silence
         self._ears: dict[int, _Ear] = {}
 
-    def look(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
+    def check(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
         """See how long `node` has been silent. `impatience_s`: a run that gets no further for so long is to end.
 
         `progress` is when a worker reported a step last. Workers wait for one another: where the others continue, those
@@ -156,14 +156,14 @@ class Gathering:
         self._state, self._agents = state, agents
         self._goes_without = False
         """Whether the run begins without those that are not here."""
-        self._look(0)
+        self._check(0)
 
     @property
     def is_over(self) -> bool:
         """Whether the workers can start: all agents are here, or enough where the others may come later."""
         return self._agents.all_here or self._goes_without
 
-    def _look(self, waited_s: float) -> None:
+    def _check(self, waited_s: float) -> None:
         state = self._state
         missing = [node for node in self._agents.nodes if node.channel is None]
         if not missing or state.is_over:
@@ -174,7 +174,7 @@ class Gathering:
                 return
         elif dead or waited_s > self._agents.endpoint.patience_s:
             state.result = self._not_here(missing, dead)
-        state.loop.after(_LOOK_S, lambda: self._look(waited_s + _LOOK_S))
+        state.loop.after(_LOOK_S, lambda: self._check(waited_s + _LOOK_S))
 
     def _not_here(self, missing: Sequence[Node], dead: Sequence[Node]) -> LaunchError:
         """Why the run does not begin."""

@@ -85,7 +85,7 @@ class ScriptFaults:
         self._saved: dict[str, tuple[int, bool, int]] = {}
         """Path → the epoch that was trained last when it was saved, whether that was over, and in which start."""
 
-    def hear(self, generation: int, rank: int, fields: Fields) -> None:
+    def add_report(self, generation: int, rank: int, fields: Fields) -> None:
         """Take what one worker has seen."""
         match fields["fault"]:
             case "order":
@@ -216,7 +216,7 @@ class Notices:
         """By rank, of the workers that were started last."""
         self._said: set[str] = set()
 
-    def hear(self, generation: int, rank: int, account: Account) -> None:
+    def add_report(self, generation: int, rank: int, account: Account) -> None:
         """Take what one worker has seen: after its first steps, and at its good end."""
         if generation != self._generation:
             self._generation, self._accounts = generation, {}
@@ -305,7 +305,7 @@ def idle(accounts: list[Account]) -> str:
     return f"the script ended without one optimizer step, so nothing was trained; fix: {fix}"
 
 
-class News:
+class WorkerOutput:
     """Passes on to the display what workers say."""
 
     def __init__(self, state: HeadState, nodes: int) -> None:
@@ -346,9 +346,9 @@ class News:
         elif kind == "directory":
             self._state.directories.add(Path(str(fields["path"])))
         elif kind == "fault":
-            self._faults.hear(self._state.generation, rank, fields)
+            self._faults.add_report(self._state.generation, rank, fields)
         elif kind == "script_probe":
-            self._notices.hear(self._state.generation, rank, fields)
+            self._notices.add_report(self._state.generation, rank, fields)
 
     def report_end(self) -> None:
         """The run has ended successfully: show the notices that can be certain only now."""

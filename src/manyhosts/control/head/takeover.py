@@ -272,7 +272,7 @@ def _prepare(number: int, message: Prepare) -> str:
 _OPTIONS = ("--run-dir", "--resume")
 
 
-class Hold:
+class RunDirLock:
     """The one of this head."""
 
     def __init__(self, state: HeadState, succeeds: str = "") -> None:
@@ -319,7 +319,7 @@ class Hold:
             with contextlib.suppress(OSError):  # it holds something, as a rule
                 self._state.job.run_dir.rmdir()
 
-    def command_to_go_on(self) -> str:
+    def resume_command(self) -> str:
         """What the user types to resume this run; empty where there is nothing to continue with."""
         job, begun = self._state.job, self._state.directories
         if not job.words:

@@ -34,7 +34,7 @@ from typing import Any
 LOADED = [
     "manyhosts.cli.run",
     "manyhosts.launchers.detached",
-    "manyhosts.launchers.early_variables",
+    "manyhosts.launchers.scripts",
     "manyhosts.launchers.launch",
     "manyhosts.launchers.local",
     "manyhosts.control.head.run",

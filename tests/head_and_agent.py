@@ -11,10 +11,10 @@ from typing import Any
 from hosts_at_head import Display
 
 from manyhosts.control import tls
-from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
 from manyhosts.control.agent.head_connection import HeadConnection
 from manyhosts.control.handshake import Hello, Welcome
+from manyhosts.control.head.agent_starter import Acceptor
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.state import ExternalAgent, HeadState, Node
 from manyhosts.control.job import Job
@@ -65,7 +65,7 @@ class Scene:
             hello=Hello(node=0, **FACTS | {"session": "own"}),  # type: ignore[arg-type]
             on_message=self.at_agent.append,
             on_end=lambda: self.ended.append(True),
-            tell=self.words.append,
+            show=self.words.append,
         )
 
     def train(self, relay: Relay | None = None) -> tuple[Node, HeadConnection]:
@@ -98,7 +98,7 @@ class Owner:
     def welcome(self, node: Node) -> None:
         self.scene.reported.append("welcome")
 
-    def hear(self, node: Node, message: FromAgent) -> None:
+    def receive(self, node: Node, message: FromAgent) -> None:
         self.scene.at_head.append(message)
 
     def lose(self, node: Node, why: str) -> None:

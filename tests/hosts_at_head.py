@@ -81,13 +81,13 @@ class Hosts:
         node = self.nodes[number]
         node.channel, node.heard = Session(self._clock.after, lambda message: None), self._clock.now
 
-    def tell(self, nodes: Sequence[Node], message: FromHead) -> None:
+    def send(self, nodes: Sequence[Node], message: FromHead) -> None:
         for node in nodes:
             self.reported.append((node.number, message))
             self.answer(node, message)
 
-    def tell_all(self, message: FromHead) -> None:
-        self.tell(self.nodes, message)
+    def send_all(self, message: FromHead) -> None:
+        self.send(self.nodes, message)
 
     def call_back(self, node: Node, on_failure: Callable[[], None]) -> None:
         pass
@@ -105,5 +105,5 @@ def begun(job: Job, clock: Clock, hosts: Hosts) -> tuple[HeadState, WorkerGroup]
     hosts.answer = open_store
     group.store.open(lambda address, port: group.start_all(), listens=False)
     for number in sorted(state.running):
-        group.regroup.hear(number, "begin", {"call": 1, "most": 0})
+        group.regroup.receive(number, "begin", {"call": 1, "most": 0})
     return state, group

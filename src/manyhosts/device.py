@@ -1,14 +1,17 @@
-"""The device that a worker computes on: a CPU, or an accelerator that does later what it is asked for now.
+"""The device that a worker computes on: a CPU, or an accelerator that works asynchronously.
 
 PyTorch has one module for each kind of accelerator (`torch.cuda`), all with the same names: streams, events, random
-numbers. Whoever needs one of these asks for `module(device)` and names no kind. This file alone lists the kinds.
+numbers. Code that needs one of these asks for `module(device)` and names no kind. This file alone lists the kinds.
+`processor()` is the CPU's make: another one may add in another order.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -36,10 +39,10 @@ class Event(Protocol):
     """A place between two pieces of work on a stream."""
 
     def record(self) -> None:
-        """It stands behind what the current stream was given so far."""
+        """Record the work of the current stream so far."""
 
     def wait(self) -> None:
-        """What the current stream is given from now on begins behind it. The host continues."""
+        """Have later work of the current stream wait for it. The host continues."""
 
     def query(self) -> bool:
         """Whether it is passed."""
@@ -55,13 +58,13 @@ class Stream(Protocol):
     """Work that is done in the order in which it was asked for."""
 
     def wait_event(self, event: Any, /) -> None:
-        """What is asked for from now on begins behind `event`."""
+        """Have later work wait for `event`."""
 
     def wait_stream(self, stream: Any, /) -> None:
-        """What is asked for from now on begins behind what `stream` was given so far."""
+        """Have later work wait for the work of `stream` so far."""
 
     def record_event(self) -> Event:
-        """A new event, behind what was asked for so far."""
+        """A new event, recorded after the work so far."""
 
     def synchronize(self) -> None:
         """The host waits until everything is done."""
@@ -108,7 +111,7 @@ class Module(Protocol):
         """Bytes that tensors hold."""
 
     def max_memory_allocated(self, device: torch.device, /) -> int:
-        """The most that they have held at once."""
+        """The peak of allocated bytes."""
 
     def reset_peak_memory_stats(self, device: torch.device, /) -> None:
         """Begin to look for the most again."""
@@ -224,7 +227,7 @@ def read_here(tensor: Tensor) -> None:
 
 
 def memory_left(device: torch.device) -> int:
-    """Bytes of an accelerator that nobody has taken, and those that PyTorch has taken for this process and not used."""
+    """Free bytes of an accelerator, and those that PyTorch has reserved for this process and not used."""
     memory = module(device)
     free, _ = memory.mem_get_info(device)
     return free + memory.memory_reserved(device) - memory.memory_allocated(device)
@@ -257,3 +260,28 @@ class LateNumbers:
         numbers, event = self._pending.popleft()
         event.synchronize()
         return numbers.tolist()
+
+
+_KEYS = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU architecture", "CPU part")
+_VECTOR_FLAGS = ("mmx", "sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "asimd", "sve", "sme", "bf16", "i8mm")
+"""Beginnings of the flags by which kernels are chosen. Others depend on the version of the operating system."""
+
+
+def processor(cpuinfo: str | None = None) -> tuple[str, str]:
+    """The name of the processor, and everything about it by which a library chooses its kernels.
+
+    `cpuinfo` is the content of /proc/cpuinfo. Where there is none, what Python knows has to do.
+    """
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            cpuinfo = ""
+    first = cpuinfo.strip().split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    facts = {key.strip(): value.strip() for key, _, value in pairs}
+    flags = (facts.get("flags") or facts.get("Features") or "").split()
+    vector = sorted(flag for flag in flags if flag.startswith(_VECTOR_FLAGS))
+    known = [f"{key} {facts[key]}" for key in _KEYS if key in facts]
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return name, ", ".join([platform.machine(), *(known or [name]), *vector])

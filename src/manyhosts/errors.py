@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 TRACE = "MANYHOSTS_TRACE"
-"""Set in the environment, it has a script that nobody launched show where in it an error of ours was raised."""
+"""If set in the environment, a script that was not launched shows where in it an error of ours was raised."""
 
 
 _IN_CPP = re.compile(r"\[/\S*\.(?:cc|cpp|cu|h|hpp):\d+\]")
@@ -116,7 +116,7 @@ def plain_lines(said: str) -> list[str]:
 
 
 def speak_plainly(explain: Callable[[BaseException], ManyhostsError | None] | None = None) -> None:
-    """Have a script that nobody launched end with an error of ours as `manyhosts run` would: sentence, exit code.
+    """Have a script that was not launched end with an error of ours as `manyhosts run` would: sentence, exit code.
 
     `explain` gives the sentence for an error of somebody else's, or None. Errors without one are shown as before, and
     all of them where `MANYHOSTS_TRACE` is set or somebody types line by line. Safe to call twice.

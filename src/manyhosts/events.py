@@ -1,4 +1,4 @@
-"""What happened in a run, told to whoever listens: frozen news that nobody can change.
+"""Events: immutable records of what happened in a run, for its listeners.
 
 The loop of `training.loop` with each event in its place:
 
@@ -13,8 +13,8 @@ The loop of `training.loop` with each event in its place:
     RunEnded
     [TestDone]                          when the user calls `trainer.test()`
 
-A listener is anything callable with one event. Listeners hear events on the leader (rank 0) only, and cannot change
-training: the order in which they are told never matters, and one that fails is named and dropped.
+A listener is anything callable with one event. Listeners run on rank 0 only, and cannot change training:
+their order never matters, and one that fails is named and dropped.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class RunStarted:
     step: int
     epoch: int
     steps_per_epoch: int | None
-    """None where the training set is a stream, whose length nobody knows."""
+    """None where the training set is a stream, whose length is unknown."""
     total_steps: int | None
     """None where the duration is a time."""
     time: float
     resumed_from: str = ""
     epochs_done: float = 0.0
-    """With the fraction of the one under way; whole numbers only for a stream."""
+    """With the fraction of the current one; integers only for a stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class StepDone:
     time: float
     """Seconds since the Unix epoch."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """What a `step` function of the user returned beside the loss: means over the global batch."""
+    """What a `step` function of the user returned in addition to the loss: means over the global batch."""
     exchange_seconds: float = 0.0
     """From the first gradient's leaving to the last sum's arrival, hidden or not; 0 where that is not known (GPUs)."""
     weight: float | None = None
@@ -97,7 +97,7 @@ class EpochDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationDone:
-    """The whole validation set was evaluated, each sample once. `values` holds `loss` and every metric."""
+    """The validation set was evaluated, each sample once. `values` holds `loss` and every metric."""
 
     step: int
     epoch: int
@@ -110,7 +110,7 @@ class ValidationDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotSaved:
-    """A snapshot is whole and has its name."""
+    """A snapshot is complete and has its name."""
 
     step: int
     path: Path
@@ -124,7 +124,7 @@ class SnapshotSaved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotCopied:
-    """A snapshot, or the best model, is whole in the remote copy that `snapshots.to` names, too."""
+    """A snapshot, or the best model, is complete in the remote copy that `snapshots.to` names, too."""
 
     step: int
     address: str
@@ -269,16 +269,16 @@ class RunEnded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestDone:
-    """The whole test set was evaluated, each sample once."""
+    """The test set was evaluated, each sample once."""
 
     step: int
     values: Mapping[str, float]
     seconds: float
     time: float
     weights: str = ""
-    """`"best"` or `"last"`; empty where nobody has said."""
+    """`"best"` or `"last"`; empty where unknown."""
     weights_step: int = -1
-    """The step that these weights are of; -1 where nobody has said."""
+    """The step that these weights are of; -1 where unknown."""
 
 
 Event = (
@@ -301,7 +301,7 @@ Event = (
 
 
 class Listener(Protocol):
-    """Anything that can be told an event."""
+    """Anything that can be called with an event."""
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""

@@ -21,7 +21,7 @@ def when_imported(name: str, call: Call) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Stands before the finders that find modules, until the one that is awaited is asked for."""
+    """Comes before the finders that find modules, until the one that is awaited is asked for."""
 
     def __init__(self, name: str, call: Call) -> None:
         self._name, self._call = name, call

@@ -44,7 +44,7 @@ class Table(Generic[T]):
         return sorted({*self.own, *(point.name for point in entry_points(group=self.group))})
 
     def load(self, name: str) -> T:
-        """Import and hand back what `name` stands for.
+        """Import and return the object named `name`.
 
         Raises:
             ConfigError: no part of this kind has that name.

@@ -119,7 +119,7 @@ def lab_of(count: int, **more: Any) -> Any:
 def test_hosts_that_are_down_closed_or_unknown_are_all_named_and_the_others_examined(ailing: Examined) -> None:
     assert sorted(ailing.of("reach")) == [
         "host lab5 does not answer",
-        "host lab6 is up, but nobody listens on its port 22",
+        "host lab6 is up, but no server listens on its port 22",
         "the name lab9 of host lab9 does not resolve",
     ]
     assert ailing.code == 3

@@ -234,5 +234,5 @@ def test_disk_that_is_full_on_every_host_costs_snapshots_and_logs_and_is_said(
     assert "the snapshot of the last step, 20, could not be written" in ended.err
     assert "snapshot step-00000010 is left out: No space left on device" in ended.out
     for rank, host in enumerate(hosts.names):
-        said = f"manyhosts: the log of rank {rank} on host {host} is not whole: No space left on device"
+        said = f"manyhosts: the log of rank {rank} on host {host} is incomplete: No space left on device"
         assert ended.err.count(said) == 1, f"after {ended.seconds:.1f} s: {ended.err[-2000:]}"

@@ -47,7 +47,7 @@ def test_port_of_ssh_that_is_closed_and_firewall_before_it(make_lab: Callable[..
     [server] = [process for process, words in hosts[1].processes().items() if "sshd" in words]
     os.kill(server, signal.SIGKILL)
     ended = run(hosts, tmp_path, QUICK, "--hosts", "lab1,lab2")
-    assert sentence(ended) == "host lab2 is up, but nobody listens on its port 22"
+    assert sentence(ended) == "host lab2 is up, but no server listens on its port 22"
 
 
 def test_key_that_a_host_does_not_take_and_a_host_that_shows_another_key(

@@ -55,7 +55,7 @@ def test_process_that_a_script_leaves_behind_goes_on_and_is_named(tmp_path: Path
     """
     ended = run(tmp_path, source)
     assert ended.code == 0
-    found = re.search(r"manyhosts: .* \(process (\d+)\) was left behind by the script, and continues", ended.err)
+    found = re.search(r"manyhosts: .* \(process (\d+)\) was started by the script and is still running", ended.err)
     (tmp_path / "continues").touch()
     assert found, ended.err
     wait_until((tmp_path / "uploaded").exists, "what was left behind has done its work")

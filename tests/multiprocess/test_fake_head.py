@@ -163,7 +163,7 @@ def test_agent_tells_a_fake_head_nothing_and_obeys_none_of_its_commands(program:
     agent = start("agent", "--head", head.place, "--node", "0")
     _, err = agent.communicate(f"{TOKEN}\n", timeout=120)
     assert (agent.returncode, head.calls) == (3, len(head.ways)), err
-    assert "does not know the secret of this run; it is told nothing" in err
+    assert "does not know the secret of this run; nothing was sent" in err
     assert [sorted(message) for message in head.heard] == [["message", "nonce", "protocol"]] * head.calls
 
 
@@ -172,5 +172,5 @@ def test_agent_of_an_engine_says_no_word_to_a_head_with_another_certificate(prog
     agent = start("node", "--head", head.place, "--certificate", true.fingerprint.hex(), "--nodes", "0")
     out, err = agent.communicate(timeout=120)
     assert (agent.returncode, head.calls, head.heard) == (3, 1, []), err
-    assert "is not the head of this run: it shows another certificate; it is told nothing" in err
-    assert enrolment.Enrolment(true).hear(out), "what it has printed for its head is the hash of a key"
+    assert "is not the head of this run: it shows another certificate; nothing was sent" in err
+    assert enrolment.Enrolment(true).read(out), "what it has printed for its head is the hash of a key"

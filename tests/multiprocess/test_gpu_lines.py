@@ -193,11 +193,11 @@ def of_script() -> None:
         fingerprints, learning = script_faults.Fingerprints(), script_probe.Learning()
         fingerprints.add("batch", [weight])
         assert fingerprints.read() == {}, "a captured graph would repeat what is done"
-        learning.look(torch.optim.SGD([nn.Parameter(torch.ones(1))]), ())
+        learning.inspect(torch.optim.SGD([nn.Parameter(torch.ones(1))]), ())
         assert not learning.can_tell
     with patch.object(torch.accelerator, "is_available", lambda: False), patch.dict(os.environ):
         os.environ.pop("ACCELERATE_USE_CPU", None)
-        script_patches._tell_accelerate(None)  # type: ignore[arg-type]
+        script_patches._configure_accelerate(None)  # type: ignore[arg-type]
         assert os.environ["ACCELERATE_USE_CPU"] == "true"
     assert not refusals._has_gpu()
 

@@ -68,7 +68,7 @@ def hung(folder: Path, what: str, *options: str, code: int = 4) -> Ended:
     [
         ("spin", rf"computes without end at script.py:({line_of('while True')}|{line_of('pass')}) in spin"),
         pytest.param("stop", r"is stopped by a signal \(process state T\)", marks=pytest.mark.slow),
-        pytest.param("sleep", rf"stands still at script.py:{line_of('time.sleep')} in main", marks=pytest.mark.slow),
+        pytest.param("sleep", rf"is idle at script.py:{line_of('time.sleep')} in main", marks=pytest.mark.slow),
     ],
 )
 def test_worker_that_keeps_the_other_waiting_is_named_with_what_it_does(tmp_path: Path, what: str, doing: str) -> None:
@@ -81,7 +81,7 @@ def test_loader_that_gives_no_more_is_named_with_the_line_where_it_stands(tmp_pa
     ended = hung(tmp_path, "load")
     found = re.search(
         r"rank 1 on host \S+ waits for its data at script.py:(\d+) in main, "
-        r"whose loader process stands at script.py:(\d+) in __getitem__, and has got no further for \d+ s",
+        r"whose loader process is at script.py:(\d+) in __getitem__, and has got no further for \d+ s",
         ended.err,
     )
     assert found, ended.err
@@ -93,7 +93,8 @@ def test_dead_lock_between_two_exchanges_is_named_with_both(tmp_path: Path) -> N
     backward, gather = line_of("backward()"), line_of("dist.all_gather")
     assert re.search(
         rf"dead-lock: rank 0 on host \S+ waits in backward at script.py:{backward} in main, "
-        rf"rank 1 on host \S+ waits in all_gather at script.py:{gather} in main, and nobody has got further for \d+ s",
+        rf"rank 1 on host \S+ waits in all_gather at script.py:{gather} in main, "
+        r"and no worker has got further for \d+ s",
         ended.err,
     ), ended.err
 

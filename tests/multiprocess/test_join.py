@@ -23,7 +23,7 @@ from launching import MANYHOSTS, environment, wait_until
 from ranks import free_port
 
 from manyhosts.cli.main import main
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.joining import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.tls import Identity
 from manyhosts.hosts import version_check
 from manyhosts.records import run_directory
@@ -183,7 +183,7 @@ def test_who_does_not_fit_is_told_so_and_the_others_train_as_if_nobody_had_asked
         other_token = str(JoinSecret("00" * 16, known.fingerprint))
         assert "does not know the secret" in refused(good, other_token, code=3)
         port = free_port()
-        assert f"nobody listens at 127.0.0.1:{port}" in refused(good, secret, code=3, at=f"127.0.0.1:{port}")
+        assert f"no head listens at 127.0.0.1:{port}" in refused(good, secret, code=3, at=f"127.0.0.1:{port}")
         assert "does not resolve" in refused(good, secret, code=3, at="no.such.host.invalid")
         assert "no interface with the address" in refused(good, secret, "--address", "10.1.2.3", code=2)
         empty = tmp_path / "empty"

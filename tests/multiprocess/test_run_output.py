@@ -126,5 +126,5 @@ def test_full_log_does_not_stop_the_worker(tmp_path: Path) -> None:
     name = socket.gethostname().split(".")[0]
     (tmp_path / "run" / "logs" / f"{name}-0.log").symlink_to("/dev/full")
     ended = run(tmp_path, "print('continues')")
-    notice = f"manyhosts: the log of rank 0 on host {name} is not whole: No space left on device\n"
+    notice = f"manyhosts: the log of rank 0 on host {name} is incomplete: No space left on device\n"
     assert (ended.code, ended.out, ended.err) == (0, "continues\n", notice)

@@ -27,7 +27,7 @@ from preloaded import descendants
 from ranks import free_port
 
 from manyhosts.control import job_file, tls
-from manyhosts.control.acceptor import MOST_STRANGERS
+from manyhosts.control.head.agent_starter import MOST_STRANGERS
 from manyhosts.control.job import Job
 from manyhosts.launchers.kubernetes import manifest
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.cluster.reports import Reporter, when_told
+from manyhosts.cluster.reports import Reporter, on_report
 
 
 class Agent:
@@ -108,7 +108,7 @@ def test_process_forked_from_a_worker_says_nothing(agent: Agent, address: str) -
 
 def test_whoever_waits_for_a_kind_of_report_is_called_once(address: str, agent: Agent) -> None:
     called: list[str] = []
-    when_told("trainer of this test", lambda: called.append("reported"))
+    on_report("trainer of this test", lambda: called.append("reported"))
     reporter = Reporter(address, 0)
     reporter.send("say", text="something else")
     assert called == []

@@ -36,7 +36,7 @@ _MANYHOSTS = (sys.executable, "-P", "-m", "manyhosts.cli.main")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN]")
 def analyse(runs: tuple[str, ...], as_json: bool, trace: bool, workers: int, **asked: Any) -> int:
-    """Look at the best model of RUN on held-out data: each sample once, shared out over the workers.
+    """Evaluate the best model of RUN on held-out data: each sample once, distributed over the workers.
 
     Loss and every metric with intervals, precision and recall of each class, confusion, calibration, and the samples
     that it is most wrong about. With a second RUN (or the same one, written RUN@STEP) a paired test says whether the

@@ -20,7 +20,7 @@ _TABLE = "manyhosts.cluster"
 
 
 def cluster_option(command: Command) -> Command:
-    """Add `--cluster`. What is typed beside it counts more; of `-o`, `--env` and `--set` both count."""
+    """Add `--cluster`. Other options override it; of `-o`, `--env` and `--set` both count."""
     return click.option(
         "--cluster",
         metavar="NAME|FILE",

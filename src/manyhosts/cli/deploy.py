@@ -17,7 +17,7 @@ _TARGETS = ("docker", "apptainer", "kubernetes", "sagemaker", "ray")
 @click.option(
     "-o", "options", multiple=True, metavar="KEY=VALUE", help="An option of that target; an unknown one lists all."
 )
-@click.option("--output", metavar="DIR", help="Where it is written.  [default: beside EXPORT]")
+@click.option("--output", metavar="DIR", help="Where it is written.  [default: next to EXPORT]")
 @click.option("--apply", "applies", is_flag=True, help="Then build it, or hand it over.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written where, and do nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")

@@ -20,7 +20,7 @@ from manyhosts.launchers.named_runs import directory_of
 )
 @click.option("--model", default="", metavar="NAME", help="Which one, of a run of mh.Run with several.")
 @click.option(
-    "--preprocess", default="", metavar="NAME", help="A function of the script, or module:function beside it."
+    "--preprocess", default="", metavar="NAME", help="A function of the script, or module:function next to it."
 )
 @click.option("--licence", default="unknown", metavar="ID", help="Of the model, for its card, such as apache-2.0.")
 @click.option("--output", metavar="DIR", help="Where the export goes.  [default: RUN/exports/FORMAT]")

@@ -9,7 +9,7 @@ import click
 
 from manyhosts.errors import ConfigError
 
-TRAIN = '''"""Tells handwritten digits apart: 1,797 real images of 8 x 8 pixels."""
+TRAIN = '''"""Classifies handwritten digits: 1,797 real images of 8 x 8 pixels."""
 
 import manyhosts as mh
 import torch

@@ -17,7 +17,7 @@ _RUN = click.argument("run", metavar=named_runs.METAVAR)
 @_TRACE
 @_RUN
 def status(run: str, as_json: bool, trace: bool) -> int:
-    """Say how RUN stands: waiting, running, done, failed, cancelled or unknown.
+    """Show the state of RUN: waiting, running, done, failed, cancelled or unknown.
 
     RUN is a run directory, the handle that `run --detach` printed, or `last`.
     """

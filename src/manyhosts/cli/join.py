@@ -36,7 +36,7 @@ def join(secret_file: str | None, address: str, folder: str | None, trace: bool,
     Ctrl-C takes this machine out of the run.
     """
     from manyhosts.control import joining  # here, for it loads OpenSSL
-    from manyhosts.control.join_secret import JoinSecret
+    from manyhosts.control.joining import JoinSecret
 
     place = Path(folder or ".").absolute()
     if not place.is_dir():
@@ -62,7 +62,7 @@ def _secret(file: str | None) -> tuple[str, str]:
         return found, VARIABLE
     if not sys.stdin.isatty():
         raise ConfigError(
-            "there is nobody to ask for the secret, as the standard input is no terminal",
+            "the secret cannot be asked for, as the standard input is no terminal",
             where="manyhosts join",
             fix=f"give --secret-file FILE, or the variable {VARIABLE}",
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from manyhosts.lab import control, folder
-from manyhosts.lab.lab import check
+from manyhosts.lab import folder
+from manyhosts.lab.lab import Control, check, send_order
 from manyhosts.lab.lab import lab as make_lab
 
 _trace = click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
@@ -29,7 +29,7 @@ _ORDERS = {
 
 
 class _Lab(click.Group):
-    """A group that takes what stands after `--` for a command to be run in a new lab."""
+    """A group that runs a command after `--` in a new lab."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -77,7 +77,7 @@ def _order(order: str, words: str) -> click.Command:
     @_name
     @click.argument("host")
     def command(host: str, name: str, trace: bool) -> int:
-        control.tell(order, host, name=name)
+        send_order(order, host, name=name)
         return 0
 
     return click.command(order, help=words)(command)
@@ -94,7 +94,7 @@ for _verb, _words in _ORDERS.items():
 @_trace
 def slow(host: str, rate: str, name: str, trace: bool) -> int:
     """Make the cable of HOST as fast as RATE says: 100mbit."""
-    control.tell("slow", host, rate=rate, name=name)
+    send_order("slow", host, rate=rate, name=name)
     return 0
 
 
@@ -103,7 +103,7 @@ def slow(host: str, rate: str, name: str, trace: bool) -> int:
 @_trace
 def list_hosts(name: str, trace: bool) -> int:
     """The hosts of the lab and their addresses."""
-    for host, address in control.tell("list", name=name)["hosts"].items():
+    for host, address in send_order("list", name=name)["hosts"].items():
         print(f"{host}  {address}")
     return 0
 
@@ -126,7 +126,7 @@ def _open(hosts: int, bandwidth: str, dry_run: bool, command: list[str]) -> int:
         return 0
     own = (str(here).lstrip("/"),) if here != Path("/") else ()
     with make_lab(hosts, bandwidth=bandwidth, empty=own) as made:
-        taking_orders = control.Control(made)
+        taking_orders = Control(made)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for what runs in the lab
         try:
             print(f"manyhosts: {', '.join(made.names)} are up, each on {bandwidth}", file=sys.stderr, flush=True)

@@ -1,17 +1,90 @@
-"""`manyhosts`: the verbs, each loaded when it is used, and the border at which errors become words and exit codes."""
+"""`manyhosts`: the verbs, each loaded when used. Errors become what, where and fix on stderr, and an exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import click
+from click.types import IntParamType
 
 from manyhosts import __version__
-from manyhosts.cli.boundary import exit_code_of, let_go_of_closed_streams
+from manyhosts.control.screen import say_last
+from manyhosts.errors import ManyhostsError
+from manyhosts.records import plain_text
+
+
+def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -> int:
+    """Print `error` for a person and return its exit code. `trace` shows where it was raised.
+
+    `verb`: what was asked for, where the error does not say it itself.
+
+    Raises:
+        BaseException: `error` itself, if it was not raised on purpose: a bug of ours, shown with its traceback.
+    """
+    if isinstance(error, click.exceptions.Exit):
+        return int(error.exit_code)
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, click.ClickException):
+        what = f"No such option '{error.option_name}'." if isinstance(error, click.NoSuchOption) else ""
+        _print("manyhosts", what or error.format_message(), _fix(error, verb))
+        return 2
+    if not isinstance(error, ManyhostsError):
+        raise error
+    if trace:
+        traceback.print_exception(error)
+    say_last(
+        sys.stderr, f"manyhosts: {plain_text.lines(str(error))}\n"
+    )  # a terminal that is stopped cannot hold the end up
+    return error.exit_code
+
+
+def let_go_of_closed_streams() -> None:
+    """Keep Python from failing at its end when its output is closed, as after `| head`."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+
+
+def _print(name: str, what: str, fix: str) -> None:
+    print(f"{name}: {what}\n  fix:   {fix}", file=sys.stderr, flush=True)
+
+
+def _fix(error: click.ClickException, verb: str) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else f"manyhosts {verb}".strip()
+    lists = f"`{path} --help` lists what it takes"
+    if isinstance(error, click.NoSuchOption):
+        from manyhosts.table import nearest
+
+        return nearest(error.option_name, error.possibilities or ()) + lists
+    parameter = getattr(error, "param", None)
+    if isinstance(error, click.MissingParameter) and isinstance(parameter, click.Argument):
+        if parameter.name == "script":
+            here = ", ".join(sorted(each.name for each in Path().glob("*.py"))[:5])
+            found = f"in this folder: {here}" if here else "`manyhosts init` writes one that runs"
+            return f"name the script, as in `{path} train.py`; {found}"
+        if (parameter.metavar or "").startswith("RUN"):
+            return f"name a run: `{path} last` takes the one begun last, and `manyhosts runs` lists them"
+    if isinstance(error, click.BadParameter) and isinstance(getattr(parameter, "type", None), IntParamType):
+        return f"give an integer, such as 2; {lists}"
+    return lists
+
 
 VERBS = {
     "run": ("manyhosts.cli.run:run", "Start a script on one or many workers: any script that runs under torchrun."),
@@ -32,11 +105,11 @@ VERBS = {
         "A run again from its record: the same weights, or what differs.",
     ),
     "doctor": ("manyhosts.cli.doctor:doctor", "What is wrong with hosts and between them, and what mends it."),
-    "env": ("manyhosts.cli.env:env", "What hosts have installed, written down and held to; recipes of containers."),
-    "status": ("manyhosts.cli.jobs:status", "How a run stands."),
+    "env": ("manyhosts.cli.doctor:env", "What hosts have installed, recorded and compared; recipes of containers."),
+    "status": ("manyhosts.cli.jobs:status", "The state of a run."),
     "logs": ("manyhosts.cli.jobs:logs", "What a run has printed."),
     "cancel": ("manyhosts.cli.jobs:cancel", "End a run as Ctrl-C does, from any terminal."),
-    "snapshots": ("manyhosts.cli.snapshots:snapshots", "What a run can be resumed from, and whether it is whole."),
+    "snapshots": ("manyhosts.cli.snapshots:snapshots", "What a run can be resumed from, and whether it is complete."),
     "export": ("manyhosts.cli.export:export", "A trained model in a format to use elsewhere, verified."),
     "serve": ("manyhosts.cli.serve:serve", "Serve a trained model over HTTP."),
     "deploy": ("manyhosts.cli.deploy:deploy", "Write what serves an export in a container or on a cluster."),

@@ -1,14 +1,15 @@
-"""`manyhosts plan`: measures a script for half a minute, and says what it would take on other machines."""
+"""`manyhosts plan`: measures a script for half a minute and predicts its speed and memory on other machines."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -17,13 +18,19 @@ from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, price_of, 
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
-from manyhosts.planner import catalog
+from manyhosts.listeners.paint import paint, writable
+from manyhosts.planner import catalog, fit
 from manyhosts.planner.catalog import Machines
+from manyhosts.planner.interval import past
 from manyhosts.planner.measured import Network
+from manyhosts.planner.recommend import SAME_STEPS
+from manyhosts.units import bytes_in_words, seconds_in_words
 
 if TYPE_CHECKING:
     from manyhosts.measure.measure import Asked, Found
     from manyhosts.planner.plan import Plan
+    from manyhosts.planner.predict import Prediction
+
 
 _INTERRUPTED = 130
 _PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
@@ -87,7 +94,6 @@ def plan(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     if as_json:
         print(json.dumps({**made.to_json(), "seconds": round(time.monotonic() - began, 1)}, indent=1))
         return 0
-    from manyhosts.cli.plan_screen import print_plan
 
     print_plan(made, sys.stdout, everything=words["everything"])
     return 0
@@ -111,28 +117,28 @@ class _Place:
 
     def _sizes(self, words: Mapping[str, Any], each: int | None) -> list[tuple[int, int]]:
         """Numbers of machines, and of workers on each."""
-        workers, nodes, beside = words["workers"], words["nodes"], words["workers_per_node"]
+        workers, nodes, per_node = words["workers"], words["nodes"], words["workers_per_node"]
         if self.catalog is not None:
             for option, value in (("--workers", workers), ("--nodes", nodes), ("--price", words["price"])):
                 if value is not None:
                     fix = f"leave {option} out: the catalog says it of each kind of machine"
                     raise ConfigError(f"both --machines and {option} are given", where=option, fix=fix)
             return sorted({size for each_kind in self.catalog for size in each_kind.sizes()})
-        if workers is not None and (nodes is not None or beside is not None or not self.is_here):
+        if workers is not None and (nodes is not None or per_node is not None or not self.is_here):
             raise ConfigError(
                 "--workers counts workers on this machine, and machines are counted, too",
                 where="--workers",
-                fix="give --nodes, and --workers-per-node beside it",
+                fix="give --nodes, and --workers-per-node as well",
             )
         if workers is not None and self.network is not None:
             raise ConfigError(
                 "--workers counts workers on this machine, and --network is between machines",
                 where="--network",
-                fix="count machines with --nodes, and --workers-per-node beside it, or leave --network out",
+                fix="count machines with --nodes, and --workers-per-node as well, or leave --network out",
             )
-        on_each = numbers(beside, "--workers-per-node") if beside is not None else (each or 1,)
+        on_each = numbers(per_node, "--workers-per-node") if per_node is not None else (each or 1,)
         if self.is_here and nodes is None and self.network is None:
-            here = sorted(numbers(workers or "1,2,4", "--workers")) if beside is None else sorted(on_each)
+            here = sorted(numbers(workers or "1,2,4", "--workers")) if per_node is None else sorted(on_each)
             return [(1, count) for count in here]
         if self.is_here and self.network is None:
             raise ConfigError(
@@ -229,11 +235,11 @@ def _planned(found: Found, place: _Place, study: Path | None) -> Plan:
 
 def _show(asked: Asked, place: _Place) -> int:
     """What would be measured, and predicted."""
-    beside = [count for count in asked.workers_per_node if count > 1]
+    several = [count for count in asked.workers_per_node if count > 1]
     on = "this machine" if place.is_here else "the first of the hosts"
     print(f"measure on {on}: {asked.script}, one worker")
-    if beside:
-        print(f"measure on {on}: {', '.join(map(str, beside))} workers at once, as far as it has cores or GPUs")
+    if several:
+        print(f"measure on {on}: {', '.join(map(str, several))} workers at once, as far as it has cores or GPUs")
     if not place.is_here and max(asked.nodes) > 1:
         print(f"measure between {max(asked.nodes)} hosts")
     print("predict: " + ", ".join(_size(nodes, each) for nodes, each in place.sizes))
@@ -242,3 +248,161 @@ def _show(asked: Asked, place: _Place) -> int:
 
 def _size(nodes: int, each: int) -> str:
     return f"{nodes} x {each}" if nodes > 1 else f"{each} here"
+
+
+_WIDTH = 80
+_ALIKE = 1.02
+"""A strategy must be faster by more than that than one that changes less to be shown next to it."""
+
+
+COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
+"""Those that a plan measures, the least lossy first, as far as its time allows."""
+
+
+def print_plan(plan: Plan, stream: TextIO, *, everything: bool) -> None:
+    """Print everything, in colours on a terminal. `everything`: every way, not only those that are worth a look."""
+
+    def title(text: str) -> str:
+        return paint(text, "bold") if stream.isatty() else text
+
+    lines = [*_wrapped([f"{past()} A study measures."]), "", title("measured"), *_wrapped(_measured_lines(plan)), ""]
+    for kind in plan.machines:
+        own = [each for each in plan.predictions if each.machines == kind.name]
+        shown = own if everything else worth_a_look(own)
+        lines += [title(f"predicted{f' for {kind.name}' if kind.name else ''}"), *table(shown), ""]
+        workers = max(each.workers for each in own)
+        lines += [title(f"memory of one of {workers} worker{'s' * (workers > 1)}"), *memory_of(own), ""]
+    if left := sorted({each.why_not for each in plan.predictions if each.why_not}):
+        lines += [*_wrapped(f"* does not fit: {reason}" for reason in left), ""]
+    if plan.calibration is not None:
+        lines += [title("calibrated"), *_wrapped([f"{plan.calibration}."]), ""]
+    lines += [title("advice"), *_wrapped([plan.recommendation.why])]
+    stream.write(writable("\n".join(lines) + "\n", stream.encoding))
+
+
+def worth_a_look(found: Iterable[Prediction]) -> list[Prediction]:
+    """Of each size: the way that changes nothing about a step, then each that is faster than all before it."""
+    shown: list[Prediction] = []
+    fastest: dict[tuple[int, int], float] = {}
+    for each in found:
+        size = (each.nodes, each.workers)
+        if size not in fastest or (each.fits and each.epoch_seconds * _ALIKE < fastest[size]):
+            shown.append(each)
+            fastest[size] = each.epoch_seconds if each.fits else float("inf")
+    return shown
+
+
+def table(found: Sequence[Prediction]) -> list[str]:
+    """One row for each, in columns of at most 80 characters in all."""
+    priced = any(each.price is not None for each in found)
+    head = [
+        "machines",
+        "workers",
+        "how",
+        "step",
+        "9 of 10 in",
+        "epoch",
+        "effic.",
+        "memory",
+        *(["price"] if priced else []),
+    ]
+    rows = [head, *(_row(each, priced=priced) for each in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return [
+        " ".join(f"{cell:<{width}}" if column == 2 else f"{cell:>{width}}" for column, (cell, width) in
+                 enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def _how(each: Prediction) -> str:
+    words = (each.strategy, "" if each.compression == "none" else each.compression, each.setting)
+    return " ".join(word for word in words if word)
+
+
+def memory_of(found: Sequence[Prediction]) -> list[str]:
+    """What a worker holds where there are most of them, in each way whose workers hold one model."""
+    most = max(each.workers for each in found)
+    shown = {_how(each): each.memory for each in found if each.workers == most and each.strategy in SAME_STEPS}
+    return fit.table(shown.items())
+
+
+def _row(each: Prediction, *, priced: bool) -> list[str]:
+    row = [
+        str(each.nodes),
+        str(each.workers),
+        _how(each) + ("" if each.fits else " *"),
+        _time(each.step.seconds),
+        _range(*each.step_range),
+        _time(each.epoch_seconds),
+        f"{100 * each.efficiency:.0f} %",
+        bytes_in_words(each.memory.total),
+    ]
+    return [*row, "" if each.price is None else f"{each.price:.3g}"] if priced else row
+
+
+def _time(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else seconds_in_words(seconds)
+
+
+def _range(low: float, high: float) -> str:
+    """Two digits of both, in the unit of the larger one: `31-45 ms`."""
+    unit, times = ("ms", 1000.0) if high < 1 else ("s", 1.0)
+    first, last = (float(f"{times * seconds:.2g}") for seconds in (low, high))
+    return f"{first:g}-{last:g} {unit}"
+
+
+def _measured_lines(plan: Plan) -> Iterable[str]:
+    """The facts, a sentence each."""
+    measured = plan.measured
+    if measured.load > measured.cores + 1:  # the start of this measurement is the one
+        yield (
+            f"careful: {measured.load:.0f} processes wanted the {measured.cores} cores in the minute before, so all of "
+            "this is slower than on a quiet machine, and what is predicted from it, too"
+        )
+    largest = measured.compute[-1]
+    where = f"{measured.threads} threads of a CPU" if measured.device == "cpu" else measured.device
+    yield (
+        f"forward and backward pass of {largest.samples} samples: {_time(largest.forward_s)} and "
+        f"{_time(largest.backward_s)} on {where}; the update: {_time(measured.update_s)}"
+    )
+    first = measured.buckets[0]
+    count = len(measured.buckets)
+    yield (
+        f"gradient: {bytes_in_words(measured.gradient_bytes)} in {count} bucket{'s' * (count > 1)}, the first of which "
+        f"is ready after {100 * first.ready:.0f} % of the backward pass"
+    )
+    processes = measured.loader_processes
+    by = f"{processes} process{'es' * (processes > 1)}" if processes else "the worker itself"
+    yield f"loader: {measured.loader_samples_per_second:,.0f} samples/s, by {by}"
+    for workers, times in measured.contention.items():
+        yield f"{workers} workers at once on this machine: each computes {times:.2f} times as long"
+    for hosts, times in measured.contention_of_hosts.items():
+        yield f"{hosts} hosts that are one machine: each worker computes {times:.2f} times as long"
+    if measured.batch_norm_layers:
+        yield (
+            f"BatchNorm over the batch of all workers: {2 * measured.batch_norm_layers} exchanges in each pass over "
+            "the model, on one host through shared memory"
+        )
+    dropped = [name for name in COMPRESSIONS if name not in measured.compression]
+    if measured.compression and dropped:
+        yield (
+            f"careful: the time of --seconds was over before {', '.join(dropped)} could be measured, so no way with "
+            f"{'it' if len(dropped) == 1 else 'them'} is predicted; a longer --seconds measures all"
+        )
+    for kind in plan.machines:
+        name = f" of {kind.name}" if kind.name else ""
+        if kind.hosts_per_machine > 1:
+            yield f"{kind.hosts_per_machine} of the hosts are one machine{name}, and share its {measured.cores} cores"
+        if kind.workers > 1:
+            yield f"network within a machine{name}: {kind.within}"
+        if kind.count > 1:
+            yield f"network between machines{name}: {kind.between}"
+
+
+def _wrapped(sentences: Iterable[str]) -> list[str]:
+    return [
+        line
+        for sentence in sentences
+        for line in textwrap.wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    ]

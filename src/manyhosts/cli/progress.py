@@ -11,7 +11,7 @@ class Progress:
     def __init__(self, stream: TextIO, *, silent: bool) -> None:
         self._stream, self._shown = stream, not silent and stream.isatty()
 
-    def tell(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Replace the line."""
         if self._shown:
             self._stream.write(f"\r\x1b[K{text}")
@@ -19,7 +19,7 @@ class Progress:
 
     def doing(self, text: str) -> None:
         """Replace the line by what happens."""
-        self.tell(f"{text} …")
+        self.show(f"{text} …")
 
     def close(self) -> None:
         """Take the line away."""

@@ -1,14 +1,16 @@
-"""`manyhosts prove`: tries the promises on a script."""
+"""`manyhosts prove`: tests the promises on a script, and shows one line per promise, and why one does not hold."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -17,13 +19,19 @@ from manyhosts.cli.where import numbers
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
-from manyhosts.listeners.paint import paint
+from manyhosts.listeners.paint import Colour, paint, writable
 from manyhosts.table import nearest
+from manyhosts.units import seconds_in_words
+
+if TYPE_CHECKING:
+    from manyhosts.prove.promises import Verdict
+    from manyhosts.prove.prove import Proof
+
 
 _INTERRUPTED = 130
 _WIDTH = 79
 _SOME = 2
-"""Steps that are needed at least: one before a kill and one behind it."""
+"""The least number of steps: one before a kill and one after it."""
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -46,11 +54,10 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
     """Try the promises on SCRIPT: the same answer on 1, 2 and 3 workers, in smaller pieces, and after a resume.
 
     SCRIPT is run as it is, several times, for a few steps, in a temporary directory; everything after it is its own.
-    Where a promise does not hold you are told the first step and tensor that depart, by how much, and why.
+    Where a promise does not hold you get the first step and tensor that differ, by how much, and why.
 
     Exit codes: 0 every promise holds, 1 one does not, or the script failed, 2 the request was wrong.
     """
-    from manyhosts.cli.prove_screen import print_proof
     from manyhosts.prove import prove as proving
     from manyhosts.prove.trials import Asked, planned
     from manyhosts.trials.runs import Interrupted
@@ -75,7 +82,7 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
     try:
         with contextlib.closing(Progress(sys.stderr, silent=as_json)) as progress:
             proof = proving.prove(
-                asked, lambda trial: progress.tell(paint(f"trial {next(counted)}: {trial}"[:_WIDTH], "dim"))
+                asked, lambda trial: progress.show(paint(f"trial {next(counted)}: {trial}"[:_WIDTH], "dim"))
             )
     except Interrupted:
         return _INTERRUPTED
@@ -99,3 +106,72 @@ def _known(promises: Sequence[str]) -> tuple[str, ...]:
             fix = f"{nearest(name, PROMISES)}known: {', '.join(PROMISES)}"
             raise ConfigError(f"there is no promise named {name!r}", where="--only", fix=fix)
     return tuple(promises)
+
+
+_COLUMNS = 80
+_SIGNS: dict[str, tuple[str, Colour]] = {
+    "holds": ("✓", "green"), "fails": ("✗", "red"), "not judged": ("-", "yellow")
+}  # fmt: skip
+_PLAIN = {"✓": "ok  ", "✗": "FAIL"}
+
+
+def print_proof(proof: Proof, stream: TextIO) -> None:
+    """Print everything, in colours on a terminal."""
+    from manyhosts.prove.promises import PROMISES
+
+    colour = stream.isatty()
+    numbers = [str(count) for count in proof.asked.workers]
+    counted = f"{', '.join(numbers[:-1])} and {numbers[-1]}" if numbers[1:] else numbers[0]
+    lines = [f"{proof.asked.script}: {proof.trials} trials of {proof.asked.steps} steps, "
+             f"{seconds_in_words(proof.seconds)}", ""]  # fmt: skip
+    lines += busy(proof, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1)
+    for verdict in proof.verdicts:
+        lines += _line(verdict, PROMISES[verdict.promise][0].format(workers=counted), colour=colour)
+    for verdict in proof.verdicts:
+        if verdict.status == "fails":
+            lines += _why(verdict, colour=colour)
+    text = "\n".join(lines) + "\n"
+    encoding = stream.encoding
+    if writable("✓", encoding) != "✓":
+        for sign, word in _PLAIN.items():
+            text = text.replace(sign, word)
+    stream.write(writable(text, encoding))
+
+
+def busy(proof: Proof, load: float, cores: int) -> list[str]:
+    """That the machine was busy, where something fails: what waits for a core looks like what waits for a worker."""
+    most = max(proof.asked.workers) + 1  # a trial of our own is among them
+    if load <= cores + most or all(each.status != "fails" for each in proof.verdicts):
+        return []
+    text = (
+        f"careful: {load:.0f} processes wanted the {cores} cores in the minute before; a trial that waits for a core "
+        "may look like one that hangs in a collective. Prove it again when the machine is quiet."
+    )
+    return [*textwrap.wrap(text, _COLUMNS - 2, initial_indent=" ", subsequent_indent=" "), ""]
+
+
+def _line(verdict: Verdict, promise: str, *, colour: bool) -> list[str]:
+    sign, painted = _SIGNS[verdict.status]
+    lines = [f" {paint(sign, painted) if colour else sign} {promise}"]
+    note = textwrap.wrap(verdict.note, _COLUMNS - 4)
+    return [*lines, *(f"   {paint(line, 'dim') if colour else line}" for line in note)]
+
+
+def _why(verdict: Verdict, *, colour: bool) -> list[str]:
+    lines = [
+        "",
+        paint(f"{verdict.promise}: {verdict.where}", "bold") if colour else f"{verdict.promise}: {verdict.where}",
+    ]
+    if verdict.departure is not None:
+        lines += _wrapped("first:", str(verdict.departure))
+    if verdict.cause is not None:
+        lines += _wrapped("cause:", verdict.cause.what)
+        lines += _wrapped("seen:", verdict.cause.evidence)
+        lines += _wrapped("fix:", verdict.cause.fix)
+    return lines
+
+
+def _wrapped(word: str, text: str) -> Sequence[str]:
+    """`text` after `word`, in lines that are indented alike."""
+    parts = textwrap.wrap(text, _COLUMNS - 10, break_long_words=False, break_on_hyphens=False)
+    return [f"  {word if not number else '':<7} {part}" for number, part in enumerate(parts)]

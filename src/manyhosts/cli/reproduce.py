@@ -30,7 +30,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
     """Run RUN again from its record, and see whether the same weights come out, bit for bit.
 
     The code is put into a fresh folder: its commit, with the changes that were not committed. Settings, arguments,
-    seed and workers are those of the run; OPTIONS of `manyhosts run` behind -- replace the workers, as in
+    seed and workers are those of the run; OPTIONS of `manyhosts run` after -- replace the workers, as in
     `-- --hosts a,b`. What differs is named: code, data, versions, hardware.
 
     Exit codes: 0 the same weights, 1 other weights or the script failed, 2 the request was wrong.
@@ -44,7 +44,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
         for note in again.notes():
             say(f"note: {note}")
         before = again.differences_before(root)
-        _tell(before, say)
+        _show(before, say)
         if dry_run:
             say(again.command(root))
             if as_json:
@@ -52,7 +52,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
                 print(json.dumps({"run": str(again.run_dir), "then": again.then, "differences": reported}))
             return 0
         found = again(root, _MANYHOSTS, quiet=as_json)
-        _tell([each for each in found.differences if each not in before], say)
+        _show([each for each in found.differences if each not in before], say)
     if as_json:
         print(json.dumps({**asdict(found), "is_equal": found.is_equal}))
     elif found.code == 0:
@@ -68,7 +68,7 @@ def _verdict(is_equal: bool, then: str, now: str, differs: bool) -> str:
     return f"other weights: sha256 {now or 'unknown'}, and was {then}; {why}"
 
 
-def _tell(found: Iterable[Difference], say: Callable[[str], None]) -> None:
+def _show(found: Iterable[Difference], say: Callable[[str], None]) -> None:
     for each in found:
         say(f"{each.kind} differs: {each.what}")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from manyhosts.cli import other_options, torchrun_options
+from manyhosts.cli import run_options
 from manyhosts.cli.cluster import beside_table, cluster_option, target_options
-from manyhosts.cli.measuring import OPTION_OF, environment, measuring_options
+from manyhosts.cli.run_options import OPTION_OF, environment, measuring_options
 from manyhosts.cli.where import Where, pairs, variables_of
 from manyhosts.cluster.place import REHEARSED_GPUS
 from manyhosts.config import overrides
@@ -26,7 +26,7 @@ from manyhosts.control.head import takeover
 from manyhosts.control.job import Job
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import handles, named_runs, scripts
+from manyhosts.launchers import background, named_runs, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
@@ -39,7 +39,7 @@ _REHEARSAL = "manyhosts.rehearsal"
 _CROWD = 4
 """Workers to a core, above which a run says that they are many."""
 _MARKED = "manyhosts.script-is-marked"
-"""Whether `--` was typed before the script: all behind it is the script's, whatever it looks like."""
+"""Whether `--` was typed before the script: all words after it are the script's."""
 
 
 class _Run(click.Command):
@@ -49,9 +49,9 @@ class _Run(click.Command):
         options = [option for option in self.params if isinstance(option, click.Option)]
         flags = {word for option in options if option.is_flag for word in option.opts} | {"--help"}
         with_value = {word for option in options if not option.is_flag for word in option.opts}
-        read = torchrun_options.translate(args, flags, with_value)
-        ours, rest = torchrun_options.split(read.words, with_value)
-        other_options.check(ours, rest, flags | with_value)
+        read = run_options.translate(args, flags, with_value)
+        ours, rest = run_options.split(read.words, with_value)
+        run_options.check(ours, rest, flags | with_value)
         ctx.meta[_MARKED] = rest[:1] == ["--"]
         if read.left_out or read.is_other:
             left_out = f"; left out, since it need not be said: {', '.join(read.left_out)}" if read.left_out else ""
@@ -85,7 +85,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
 @click.option(
     "--on",
     "target",
-    is_eager=True,  # before --help, which then has more to tell
+    is_eager=True,  # before --help, which then has more to show
     metavar="TARGET",
     help="Where to run it.  [default: ssh with --hosts, else local]",
 )
@@ -189,13 +189,13 @@ def run(**words: Any) -> int:
     job = _job(words)
     titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")
     target = words["target"] or ("ssh" if job.hosts else "local")
-    for note in [*_behind_the_script(words), *(_crowd(job) if target == "local" else [])]:
+    for note in [*_after_the_script(words), *(_crowd(job) if target == "local" else [])]:
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     launcher = LAUNCHERS.load(target)()
-    jobs = handles.jobs_of(launcher) if words["detach"] else None
+    jobs = background.jobs_of(launcher) if words["detach"] else None
     if words["detach"] and target == "join" and "secret-file" not in job.options:
         raise ConfigError(
-            "nobody would see the secret with which hosts join, and a log is no place for it",
+            "the secret with which hosts join could not be shown, and must not be in a log",
             where="--detach",
             fix="have it written into a file that only you may read: -o secret-file=FILE",
         )
@@ -302,7 +302,7 @@ def _job(words: Mapping[str, Any]) -> Job:
 
 
 def _environment(words: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
-    """What all workers have in their environment, beside what the engine gives them; `settings` among it."""
+    """The environment of all workers, in addition to what the engine gives them; `settings` among it."""
     unasked = {} if words["run_dir"] or words["resume"] else {run_directory.UNASKED: "1"}
     rehearsed = _rehearsed(words["env"]) if words["rehearse"] else {}
     given = variables_of(words["env"])
@@ -339,7 +339,7 @@ def _brought(words: Mapping[str, Any], target: str) -> tuple[str, ...]:
         raise ConfigError(
             f"--bring sends data to hosts that ssh reaches, and this run is on {target}",
             where="--bring",
-            fix="put the data where the hosts find it, and tell the script where that is",
+            fix="put the data where the hosts find it, and give the script that path",
         )
     return tuple(os.path.relpath(path) for path in words["bring"])
 
@@ -375,8 +375,8 @@ def _crowd(job: Job) -> list[str]:
     return [f"{shared}, so each step takes longer than with {cores}, and memory is used for each"]
 
 
-def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
-    """What deserves a word: options of ours that stand behind the script, and so are the script's."""
+def _after_the_script(words: Mapping[str, Any]) -> list[str]:
+    """Warnings about options of ours that come after the script, and so are the script's."""
     ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
     found = [word for argument in words["arguments"] if (word := argument.partition("=")[0]) in ours - {"--trace"}]
     if not words["arguments"] or click.get_current_context().meta.get(_MARKED):
@@ -388,27 +388,26 @@ def _behind_the_script(words: Mapping[str, Any]) -> list[str]:
     if not found:
         if not is_readable or not scripts.uses_manyhosts(words["script"], kind):
             return []
-        if other_options.reads_arguments(path, root):
+        if run_options.reads_arguments(path, root):
             return []
         typed = shlex.join(words["arguments"])
         advice = "settings are changed before the script, as in --set lr=0.01 (--set help lists them)"
         return [f"{words['script']} does not read its arguments, so {typed} has no effect; {advice}"]
     if is_readable:
-        unread = other_options.unread(found, ours, path, root)
+        unread = run_options.unread(found, ours, path, root)
         if unread:
-            behind = list(words["arguments"])
+            misplaced = list(words["arguments"])
             script = [*(["-m"] if kind == "module" else []), words["script"]]
-            first = shlex.join(["manyhosts", "run", *behind, *script])
+            first = shlex.join(["manyhosts", "run", *misplaced, *script])
             raise ConfigError(
-                f"{unread[0]} stands behind {words['script']}, which does not know it; "
-                "options of `run` stand before the script",
-                where=shlex.join([words["script"], *behind]),
+                f"{unread[0]} comes after {words['script']}, which does not know it; options of `run` belong before it",
+                where=shlex.join([words["script"], *misplaced]),
                 fix=f"type: {first}; if it is for the script: "
-                f"{shlex.join(['manyhosts', 'run', '--', *script, *behind])}",
+                f"{shlex.join(['manyhosts', 'run', '--', *script, *misplaced])}",
             )
-    stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
+    come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
     script = words["script"]
-    return [f"{', '.join(found)} {stand} behind {script} and so {go} to it; options of `run` stand before it"]
+    return [f"{', '.join(found)} {come} after {script} and so {go} to it; options of `run` belong before it"]
 
 
 def _display(screen: Screen) -> Display:

@@ -1,4 +1,4 @@
-"""`manyhosts serve`: a trained model behind HTTP."""
+"""`manyhosts serve`: serve a trained model over HTTP."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
     """Serve the model in DIR, an export (torch-export, onnx) or a run (a handle, `last`), until Ctrl-C or SIGTERM.
 
     POST /predict takes {"inputs": [...]} and answers {"outputs": [...]}, one for each sample, in JSON or safetensors.
-    /docs says what the model takes; /healthz, /readyz and /metrics are for whoever watches.
+    /docs says what the model takes; /healthz, /readyz and /metrics are for monitoring.
 
     Off this machine every request must have the token of MANYHOSTS_SERVE_TOKEN; where that is not set, one is made
     and printed.
@@ -119,7 +119,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         grace_s=words["grace"],
     )
 
-    def tell(address: str) -> None:
+    def announce(address: str) -> None:
         print(f"serving {path} at {address}", file=sys.stderr)
         if made:
             print(f"token: {token}", file=sys.stderr)
@@ -128,7 +128,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         print(f"  curl {header}{address}/readyz", file=sys.stderr)
         sys.stderr.flush()
 
-    served(options, tell)
+    served(options, announce)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`manyhosts snapshots`: what a run can be resumed from, and whether it is whole."""
+"""`manyhosts snapshots`: what a run can be resumed from, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _trace = click.option("--trace", is_flag=True, help="Show where in manyhosts an 
 
 @click.group()
 def snapshots() -> None:
-    """What a run can be resumed from, and whether it is whole.
+    """What a run can be resumed from, and whether it is complete.
 
     RUN is a run directory, its folder of snapshots, one snapshot, the handle that `run --detach` printed, `last`, or
     the address of an object store that `snapshots.to` names, such as s3://bucket/path.
@@ -61,7 +61,7 @@ def ls(folder: str, quick: bool, as_json: bool, trace: bool) -> int:
 @_as_json
 @_trace
 def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
-    """Say what is in SNAPSHOT: a name, a step, or `best`; the newest that is whole if none is named."""
+    """Say what is in SNAPSHOT: a name, a step, or `best`; the newest complete one if none is named."""
     with _reached(folder) as location:
         chosen = condition.look_at_one(location, name)
     print(chosen.manifest.to_text() if as_json and chosen.manifest else condition.describe(chosen))
@@ -73,7 +73,7 @@ def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
 @_as_json
 @_trace
 def verify(folder: str, as_json: bool, trace: bool) -> int:
-    """Read every byte of every snapshot of RUN. Exit code 0: all are whole; 2: some are not, and each is named."""
+    """Read every byte of every snapshot of RUN. Exit code 0: all are complete; 2: some are not, and each is named."""
     with _reached(folder) as location:
         found = condition.look(location)
     if not found:
@@ -82,21 +82,21 @@ def verify(folder: str, as_json: bool, trace: bool) -> int:
         print(json.dumps([one.to_json() for one in found], indent=1))
     else:
         for one in found:
-            print(f"{one.name}: {one.reason or 'whole'}")
+            print(f"{one.name}: {one.reason or 'complete'}")
     return 2 if any(one.kind in ("damaged", "newer") for one in found) else 0
 
 
 @snapshots.command()
 @_folder
-@click.option("--keep", type=int, required=True, metavar="N", help="How many of the newest whole ones stay.")
+@click.option("--keep", type=int, required=True, metavar="N", help="How many of the newest complete ones stay.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @_as_json
 @_trace
 def prune(folder: str, keep: int, dry_run: bool, as_json: bool, trace: bool) -> int:
-    """Remove all but the newest N whole snapshots, and what is half-written or damaged. `best` stays."""
+    """Remove all but the newest N complete snapshots, and what is half-written or damaged. `best` stays."""
     if keep < 1:
         raise ConfigError(
-            f"--keep is {keep}, but the last whole snapshot is never removed", where="--keep", fix="give 1 or more"
+            f"--keep is {keep}, but the last complete snapshot is never removed", where="--keep", fix="give 1 or more"
         )
     with _reached(folder) as location:
         gone = condition.superfluous(condition.look(location), keep=keep)
@@ -136,5 +136,5 @@ def _row(one: Condition, *, quick: bool) -> Sequence[str]:
         str(facts.epoch) if facts else "",
         bytes_in_words(one.bytes),
         seconds_in_words(max(0.0, time.time() - one.manifest.time)) if one.manifest else "",
-        one.reason or ("sizes right" if quick else "whole"),
+        one.reason or ("sizes right" if quick else "complete"),
     )

@@ -1,12 +1,13 @@
-"""`manyhosts study`: runs a script at several sizes, and says what each size gained and why no more."""
+"""`manyhosts study`: runs a script at several sizes, and reports what each size gained and why no more."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -14,12 +15,15 @@ from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, pairs, pri
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
+from manyhosts.listeners.paint import paint, writable
 from manyhosts.records.run_directory import check_is_folder
-from manyhosts.units import Duration
+from manyhosts.units import Duration, seconds_in_words
 
 if TYPE_CHECKING:
-    from manyhosts.study.points import Asked
+    from manyhosts.study.points import Asked, Point
     from manyhosts.study.study import Study
+    from manyhosts.trials.runs import Outcome, Place
+
 
 _INTERRUPTED = 130
 _PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
@@ -60,7 +64,6 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     folder = Path(chosen or Path("runs") / f"study-{Path(script).stem}").absolute()
     if dry_run:
         return _show_commands(asked, folder)
-    from manyhosts.cli.study_screen import Lines, print_study
     from manyhosts.study.study import NAME
     from manyhosts.study.study import study as studying
     from manyhosts.trials.runs import Interrupted
@@ -115,7 +118,7 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         if key in vary or (key in settings and key == "duration" and words["budget"] is not None):
             raise ConfigError(f"both {option} and {key} are given", where=option, fix=f"leave {key} out")
     if not settings.get("seed", "0").isdigit():
-        raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give a whole number")
+        raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give an integer")
     if both := sorted(settings.keys() & vary.keys()):
         raise ConfigError(f"{both[0]} is both set and varied", where="--vary", fix="leave one of them out")
     _see_that_used(settings, vary)
@@ -144,7 +147,7 @@ def _sizes(words: dict[str, Any], hosts: Sequence[str]) -> tuple[tuple[int, ...]
         raise ConfigError(
             "--workers counts workers on this machine, and hosts are counted, too",
             where="--workers",
-            fix="give --nodes, and --workers-per-node beside it",
+            fix="give --nodes, and --workers-per-node as well",
         )
     if words["workers"] is not None:
         return tuple(sorted(numbers(words["workers"], "--workers"))), ()
@@ -212,3 +215,71 @@ def _show_commands(asked: Asked, folder: Path) -> int:
     for point in asked.points():
         print(shlex.join(["manyhosts", *command(asked, point, str(folder / POINTS / point.name))]))
     return 0
+
+
+_WIDTH = 100
+_ERASE = "\r\x1b[K"
+
+
+class Lines:
+    """Says which run is under way, on a terminal for as long as it is, and how each has ended."""
+
+    def __init__(self, stream: TextIO, count: int, *, silent: bool) -> None:
+        """`count`: how many runs there are."""
+        self._stream, self._count, self._silent = stream, count, silent
+        self._live = stream.isatty() and not silent
+        self._number, self._now, self._seconds = 1, "", 0.0
+
+    def begins(self, point: Point, place: Place) -> None:
+        """A run is about to be started, or one that was left running is waited for."""
+        self._now, self._seconds = str(point), 0.0
+        self.goes_on(0.0)
+
+    def goes_on(self, seconds: float) -> None:
+        """The run under way has taken so long."""
+        self._seconds = seconds
+        if self._live:
+            line = f"run {self._number} of {self._count}: {self._now}, {seconds_in_words(round(seconds))}"
+            self._stream.write(_ERASE + paint(line[: _WIDTH - 1], "dim"))
+            self._stream.flush()
+
+    def ends(self, point: Point, outcome: Outcome, *, before: bool) -> None:
+        """A run has ended, or was done already."""
+        how = "done before" if before else f"{outcome.status}, {seconds_in_words(self._seconds)}"
+        if not self._silent:
+            erase = _ERASE if self._live else ""
+            reason = "".join(f"\n  {line}" for line in outcome.reason.splitlines())
+            text = f"{erase}run {self._number} of {self._count}: {point}: {how}{reason}\n"
+            self._stream.write(writable(text, self._stream.encoding))
+            self._stream.flush()
+        self._number += 1
+
+
+def print_study(study: Study, stream: TextIO) -> None:
+    """Print everything, in colours on a terminal."""
+    from manyhosts.study import columns
+
+    def title(text: str) -> str:
+        return paint(text, "bold") if stream.isatty() else text
+
+    lines: list[str] = []
+    if study.sizes:
+        for name, table in (
+            ("speed", columns.speed(study)),
+            ("what was learned", columns.results(study)),
+            ("lost of the ideal speed, in percent", columns.lost(study)),
+        ):
+            lines += [title(name), *in_columns(table), ""]
+        if note := columns.note_on_lost(study):
+            lines[-1:] = [f"  {note}", ""]
+    for point, reason in columns.failures(study):
+        lines += [title(f"failed, or not run: {point}"), *(f"  {line}" for line in reason.splitlines()), ""]
+    for paragraph in study.verdict().split("\n\n"):
+        lines += [*textwrap.wrap(paragraph, _WIDTH), ""]
+    stream.write(writable("\n".join(lines), stream.encoding))
+
+
+def in_columns(table: list[list[str]]) -> list[str]:
+    """The rows of a table in columns, numbers to the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]

@@ -81,7 +81,7 @@ def tune(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
         progress.close()
         print(f"tune: {text}", file=sys.stderr, flush=True)
 
-    tuner = Tuner(asked, folder, _PROGRAM, say, progress.tell)
+    tuner = Tuner(asked, folder, _PROGRAM, say, progress.show)
     try:
         tuner.run()
     except Interrupted:
@@ -126,9 +126,9 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
             name = "--" + option.replace("_", "-")
             raise ConfigError(f"{name} is {words[option]}", where=name, fix="give 1 or more")
     limits = ("--budget", "--trials")
-    if not any(words[name[2:]] for name in limits) and (behind := set(limits) & set(words["arguments"])):
-        what = f"{min(behind)} is behind {script}, and so is an argument of the script"
-        raise ConfigError(what, where=shlex.join([script, *words["arguments"]]), fix=f"write it before {script}")
+    if not any(words[name[2:]] for name in limits) and (misplaced := set(limits) & set(words["arguments"])):
+        what = f"{min(misplaced)} comes after {script}, and so is an argument of the script"
+        raise ConfigError(what, where=shlex.join([script, *words["arguments"]]), fix=f"put it before {script}")
     parameters = search.parse(words["searched"])
     settings = overrides.parse(words["settings"])
     if both := sorted(settings.keys() & {each.name for each in parameters}):
@@ -136,8 +136,8 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     metric, maximise = search.metric(words["metric"])
     trials = words["trials"]
     if words["sampler"] == "grid":
-        whole = math.prod(len(each.grid()) for each in parameters)
-        trials = whole if trials is None and words["budget"] is None else trials
+        points = math.prod(len(each.grid()) for each in parameters)
+        trials = points if trials is None and words["budget"] is None else trials
     hosts, _ = hosts_of(words)
     slots, each, here = _slots(words, hosts)
     workers = each * (words["nodes"] or 1)
@@ -180,7 +180,7 @@ def _slots(words: dict[str, Any], hosts: tuple[str, ...]) -> tuple[tuple[Slot, .
         own = [_share(os.environ, place, workers, at_once, host_state.cores()) for place in range(at_once)]
         return tuple(Slot(words=(*more, "--workers", str(workers)), environment=each) for each in own), workers, True
     if words["workers"] is not None:
-        fix = "give --workers-per-node, and --nodes beside it"
+        fix = "give --workers-per-node, and --nodes as well"
         raise ConfigError("--workers counts workers on this machine, and hosts are named", where="--workers", fix=fix)
     more = (*more, *(() if each is None else ("--workers-per-node", str(each))))
     if not hosts:

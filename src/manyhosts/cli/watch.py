@@ -49,16 +49,16 @@ def watch(directory: str, web: bool, port: int, trace: bool) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(live.close)
         if web:
-            from manyhosts.watch import web_page
+            from manyhosts.watch import server
             from manyhosts.watch.server import Content, Server
 
             def page() -> str:
                 with lock:
-                    return web_page.live_page(live)
+                    return server.live_page(live)
 
             def state() -> dict[str, object]:
                 with lock:
-                    return {"title": web_page.title(live), "parts": web_page.parts(live)}
+                    return {"title": server.title(live), "parts": server.parts(live)}
 
             _read_all(live, lock)
             print(stack.enter_context(Server(Content(page, state), port)).address, flush=True)
@@ -83,7 +83,7 @@ def _live(folder: Path) -> LiveRun | LiveStudy:
 
 def _read_all(live: LiveRun | LiveStudy, lock: threading.Lock) -> None:
     with lock:
-        while live.look():
+        while live.refresh():
             pass
 
 
@@ -96,7 +96,7 @@ def _draw(live: LiveRun | LiveStudy, lock: threading.Lock, console: Console, *, 
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as screen:
         while True:
             with lock:
-                more = live.look()
+                more = live.refresh()
                 screen.update(drawn(live, console), refresh=True)
                 is_over = live.is_over
             if is_over and not stays:

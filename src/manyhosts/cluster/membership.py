@@ -1,4 +1,4 @@
-"""How a worker stays in a run while others come and go: it tells its agent where it stands, and hears who is left.
+"""A worker's side of elastic training: it reports its progress to its agent, and learns who is left after a failure.
 
 One connection per worker to the socket of its agent, both ways, one JSON object per line. The agent passes everything
 on between its workers and the head, which alone decides. From the worker (`kind`):
@@ -8,19 +8,19 @@ on between its workers and the head, which alone decides. From the worker (`kind
     the next regroup    call, step                the group is broken, or is to change: this worker has finished so many
     steps join       call, most                a worker that was started later is ready to be one of them
     accuse     group, rank, what         the bits of that worker of the group are wrong: leave it out, and its host
-    saving                               nobody continues, and this worker saves what it holds: its agent waits for it
-    withdraw                             from now on nobody can continue without this worker, or come to it
+    saving                               the run does not continue, and this worker saves its state: its agent waits
+    withdraw                             from now on no worker can continue without this one, or join it
 
 Calls (`fit`, `test`, …) are numbered in the order in which the script makes them, from 1.
 
 To the worker (`message`):
 
-    change     group                     somebody waits to join `group`'s workers: meet when all have finished a step
-    broken     group                     somebody of `group` is gone: whoever waits for them waits in vain
+    change     group                     a worker waits to join `group`'s workers: regroup after the current step
+    broken     group                     a worker of `group` is lost: do not wait for it any longer
     group      see `Group`               the answer to `regroup` and `join`
     passed     call, outcome, replaces   another answer: the others have finished that call
-    refused    reason                    the last one: nobody continues
-    headless   reason                    the head is gone, so nobody will: finish the step if that can be, save, and end
+    refused    reason                    the last one: the run does not continue
+    headless   reason                    the head is gone, so the run ends: finish the step if possible, save, and end
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Group:
     number: int
     """Counts the groups of a run."""
     key: str
-    """A name under which the workers of this group, and nobody else, meet at the store."""
+    """The key under which the workers of this group, and no others, meet at the store."""
     rank: int
     size: int
     local_rank: int
@@ -78,18 +78,18 @@ class Group:
 
 
 class Refused(Exception):
-    """The head says that nobody continues."""
+    """The head says that the run does not continue."""
 
 
 class CallAlreadyFinished(Exception):
-    """The others have finished the call that this worker stands in."""
+    """The others have finished the call that this worker is in."""
 
     def __init__(self, outcome: Any, *, replaces: bool = True) -> None:
         super().__init__("the others have finished this call")
         self.outcome = outcome
-        """What came out of it, as one of them has told it."""
+        """The call's result, as one of them reported it."""
         self.replaces = replaces
-        """Whether somebody is lost whose place nobody has taken, so that its lines of the script are yet to be done."""
+        """Whether a worker is lost and not replaced, so that its lines of the script are yet to be done."""
 
 
 class Membership:
@@ -134,7 +134,7 @@ class Membership:
 
     @property
     def is_broken(self) -> bool:
-        """Whether somebody of the present group is gone, as far as it was told."""
+        """Whether a worker of the present group is lost, as far as is known here."""
         return self._broken == self.group
 
     def begin(self, call: int, *, most: int) -> None:
@@ -161,8 +161,8 @@ class Membership:
         """Wait until it is known who continues.
 
         Raises:
-            Passed: the others have finished that call.
-            Refused: nobody does.
+            CallAlreadyFinished: the others have finished that call.
+            Refused: the run does not continue.
         """
         self._send("regroup", call=call, step=step, group=self.group)
         return self._answer()
@@ -172,11 +172,11 @@ class Membership:
         self._send("accuse", group=self.group, rank=rank, what=what)
 
     def saving(self) -> None:
-        """Say that this worker, without whom nobody continues, is about to save what it holds."""
+        """Say that this worker, which the others cannot continue without, is about to save its state."""
         self._send("saving")
 
     def withdraw(self) -> None:
-        """Say that nobody can continue without this worker any more. Safe to call twice."""
+        """Say that no worker can continue without this one any more. Safe to call twice."""
         if self._socket is not None and os.getpid() == self._process:
             self._send("withdraw")
             with contextlib.suppress(OSError):
@@ -209,10 +209,10 @@ class Membership:
     def _listen(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
             for line in lines:
-                self._hear(json.loads(line))
+                self._receive(json.loads(line))
         self._answers.put({"message": "refused", "reason": "the agent of this host is gone"})
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         if message["message"] in ("group", "passed", "refused"):
             self._answers.put(message)
         elif message["message"] == "headless":
@@ -220,10 +220,10 @@ class Membership:
             self._answers.put({"message": "refused", "reason": message["reason"]})
             threading.Thread(target=self._break_soon, name="headless", daemon=True).start()
         elif message["message"] == "change":
-            # Perhaps of a group that this worker has yet to enter. It is told once, and whoever waits waits for it.
+            # Perhaps of a group that this worker has yet to enter. It is sent once, and the new workers wait for it.
             self._to_change = message["group"]
         else:
-            self._broken = message["group"]  # told once, and perhaps before this worker enters it
+            self._broken = message["group"]  # sent once, and perhaps before this worker enters it
             if self.is_broken:
                 self.on_broken()
 

@@ -1,4 +1,4 @@
-"""What other programs take of this machine's cores while a run trains: a step beside them is longer than on its own.
+"""CPU time of other programs on this machine while a run trains: a step next to them is longer than on its own.
 
 From Linux's accounts in /proc: all processor time of the machine, less that of this run's processes, which are those
 below the topmost command of manyhosts (a study, say, and all its runs), or below this process where there is none.

@@ -1,4 +1,4 @@
-"""Where this process stands among the workers: what `torchrun` and `manyhosts run` tell it by environment variables."""
+"""Rank, world size and local rank of this process, from the environment variables of `torchrun` and `manyhosts run`."""
 
 from __future__ import annotations
 

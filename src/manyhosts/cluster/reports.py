@@ -1,10 +1,10 @@
-"""What a worker tells its agent while it trains: one JSON line per report, over the agent's socket.
+"""What a worker reports to its agent while it trains: one JSON line per report, over the agent's socket.
 
 Kinds that the agent and the head know:
 
     progress    fields for the display, each replacing the one before: epoch, epochs, step, total_steps, loss, …
     say         a line that stays, shown without a rank: text
-    step        the last finished step, so that a hang can be noticed: step. A Trainer tells its own; where a script
+    step        the last finished step, so that a hang can be noticed: step. Sent by a Trainer; where a script
                 has none, its optimizer steps are counted
     script_probe  what was seen of a training without a Trainer, after its first steps and at its good end: workers,
                 world (the size of its process group), apart (a part of the model, or other ways to train together),
@@ -39,7 +39,7 @@ _calls: dict[str, list[Callable[[], None]]] = {}
 _noted: dict[str, int] = {}
 
 
-def when_told(kind: str, call: Callable[[], None]) -> None:
+def on_report(kind: str, call: Callable[[], None]) -> None:
     """Call `call` once, when this process first reports something of `kind`."""
     _calls.setdefault(kind, []).append(call)
 
@@ -50,7 +50,7 @@ def last_step() -> int | None:
 
 
 def board_of(address: str | os.PathLike[str], process: int) -> Path:
-    """The file beside the agent's socket in which a worker keeps the number of its last step, as 8 bytes."""
+    """The file next to the agent's socket in which a worker keeps the number of its last step, as 8 bytes."""
     return Path(f"{os.fspath(address)}-{process}")
 
 
@@ -63,7 +63,7 @@ def step_on(board: Path) -> int | None:
 
 
 def leave_cause(address: str | os.PathLike[str], number: int) -> None:
-    """Leave word beside the agent's socket of which signal the head was sent, before workers are sent theirs."""
+    """Write next to the agent's socket which signal the head got, before workers are sent theirs."""
     _cause_at(address).write_text(str(number))
 
 

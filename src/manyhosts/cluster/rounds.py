@@ -1,10 +1,10 @@
-"""Every pair of several hosts, in rounds in which nobody has to do with two others."""
+"""Every pair of several hosts, in rounds in which no host is in two pairs."""
 
 from __future__ import annotations
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `count` once, nobody twice in a round, in as few rounds as there can be: a round robin."""
+    """Every pair of `count` once, each member once per round, in as few rounds as possible: a round robin."""
     order = [*range(count), *([-1] if count % 2 else [])]
     found = []
     for _ in range(len(order) - 1):

@@ -35,7 +35,7 @@ PORT = "MANYHOSTS_STORE"
 """The port of the TCPStore that the workers may meet at, also where a script has chosen another for processes of its
 own."""
 SHUT = "MANYHOSTS_STORE_IS_SHUT"
-"""Set where nobody listens at that port before a worker has asked for it."""
+"""Set where that port is opened only when a worker has asked for it."""
 _OPENING_S = 300.0
 """How long the host that keeps the TCPStore may take to open it: it loads torch for that."""
 
@@ -45,7 +45,7 @@ class StoreGone(RuntimeError):
 
 
 class StoreTimeout(RuntimeError):
-    """Nobody has answered in time."""
+    """There was no answer in time."""
 
 
 class StoreLine:
@@ -83,12 +83,12 @@ class StoreLine:
         return answer["value"]
 
     def close(self) -> None:
-        """Have whoever waits for an answer wait no more, in any thread. Nothing can be asked any more."""
+        """End all waiting for answers, in any thread. Nothing can be asked any more."""
         self._is_open = False
         if self._socket is not None and self._process == os.getpid():
             with contextlib.suppress(OSError):  # the agent may have ended it
                 self._socket.shutdown(socket.SHUT_RDWR)
-            if self._lock.acquire(blocking=False):  # else whoever waits is woken now, and drops it
+            if self._lock.acquire(blocking=False):  # else the thread that waits is woken now, and drops it
                 self._drop()
                 self._lock.release()
 
@@ -131,7 +131,7 @@ class StoreLine:
 
 
 def open_store() -> None:
-    """Have the TCPStore of this run listen, where nobody has asked for it yet, and wait for that.
+    """Have the TCPStore of this run listen, if no worker has asked for it yet, and wait for that.
 
     Raises:
         StoreGone, StoreTimeout: the head cannot be asked.

@@ -23,7 +23,7 @@ class Display(Protocol):
         """Show how far training is; each call replaces the one before."""
 
     def say(self, text: str) -> None:
-        """Show lines that belong to the run as a whole, and stay."""
+        """Show lines about the run, permanently."""
 
     def warn(self, text: str) -> None:
         """Show lines of the launcher's own, which are not part of what the script prints; on stderr."""
@@ -33,7 +33,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Prints lines and no progress. Where nobody reads any more, it continues in silence."""
+    """Prints lines and no progress. Once its reader is gone, it continues in silence."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out, self._err = out, err

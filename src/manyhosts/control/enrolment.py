@@ -2,8 +2,8 @@
 
 Only what is public goes through the engine: to an agent, on its command line, the fingerprint of the head's
 certificate; and back, as a line of its standard output, the hash of a key that it has drawn. The key itself it sends to
-the head alone, over TLS with that very certificate. Whoever sends a key whose hash the engine has brought is given the
-secret there. `docs/decisions/0059` says what that is worth under each engine.
+the head alone, over TLS with that very certificate. A caller that sends a key whose hash came from the engine is given
+the secret there. `docs/decisions/0059` says what that is worth under each engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def new_key() -> str:
 
 
 def announcement(key: str) -> str:
-    """The line that an agent prints: it tells nothing of the key itself."""
+    """The line that an agent prints: it reveals nothing of the key itself."""
     return f"manyhosts-agent-key {_hash(key)}\n"
 
 
@@ -38,7 +38,7 @@ class Enrolment:
     """Which agents may have the secret, as their head knows it."""
 
     identity: Identity = field(default_factory=Identity)
-    """The certificate that agents are told of."""
+    """The certificate whose fingerprint agents get."""
     _announced: set[str] = field(default_factory=set)
 
     @property
@@ -46,7 +46,7 @@ class Enrolment:
         """Its fingerprint, 64 hexadecimal digits."""
         return self.identity.fingerprint.hex()
 
-    def hear(self, line: str) -> bool:
+    def read(self, line: str) -> bool:
         """Take note of a line that an agent has printed. Returns whether it was an announcement. From any thread."""
         found = _LINE.fullmatch(line)
         if found is not None:

@@ -1,6 +1,6 @@
-"""A node of a batch engine's job, where no terminal holds the head: on the first node it runs beside the agent.
+"""A node of a batch engine's job, without a terminal for the head: it runs on the first node, next to the agent.
 
-An engine starts this on every node, and nobody knows which is up first. So the head listens at a port that all know,
+An engine starts this on every node, in any order. So the head listens at a port that all know,
 agents call until somebody answers, and a node that has lost the others ends with a code of its own, for which the
 engine starts it again.
 """
@@ -46,14 +46,14 @@ class NodeInfo:
     address: str
     """This node's own address."""
     token: str = field(repr=False)
-    """What tells nodes of this run from strangers."""
+    """What distinguishes nodes of this run from strangers."""
 
 
 def run(job: Job, node_info: NodeInfo, *, patience_s: float = PATIENCE_S) -> int:
     """Be one node of `job`. Returns its exit code: that of the run, or `AGAIN`.
 
     Raises:
-        ManyhostsError: nodes did not come, or workers failed (told on the first node).
+        ManyhostsError: nodes did not come, or workers failed (reported on the first node).
     """
     if name := addresses.interface_of(node_info.address):
         interfaces.use(name, os.environ)

@@ -1,4 +1,4 @@
-"""Every message by which a head and whoever calls it come to trust each other: see `control.proof`.
+"""Every message by which a head and a caller come to trust each other: see `control.proof`.
 
     who calls    Call                                         Enrol, where an engine has started it
     the head     Prove                                        Secret: it calls on another connection

@@ -12,7 +12,7 @@ from manyhosts.cluster.ports import Range
 from manyhosts.errors import ConfigError
 
 HIDDEN = "…hidden"
-"""Stands for a value that is not shown."""
+"""Replaces a value that is not shown."""
 MOST_WORKERS = 1 << 16
 """Of one host, and hosts of one run: more is a slip of the hand, and a plan of them would fill the memory."""
 LEAST_HANG_TIMEOUT_S = 2
@@ -46,7 +46,7 @@ class Job:
     workers_of: Mapping[int, int] = field(default_factory=dict)
     """Node → workers, for nodes that have another number of them than `workers_per_node`."""
     hang_timeout_s: float | None = None
-    """How long workers may get no further. 0: for ever. None: long, and only where they tell how they get on."""
+    """How long workers may make no progress. 0: for ever. None: long, and only where they report progress."""
     head_timeout_s: float = 300.0
     """How long agents that have lost the head keep their workers and call it again. 0: not at all."""
     restarts: int = 0
@@ -60,11 +60,11 @@ class Job:
     warm_s: float = 0.0
     """How long what workers are forked from waits for another run when this one is over; 0: not at all."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the workers get beside those of their host."""
+    """Variables of the workers in addition to those of their host."""
     hidden: tuple[str, ...] = ()
     """Those of these variables whose values are shown nowhere: what the user has given may be a secret."""
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """What `--set` asked for; already part of `environment`, kept to notice that nobody heard it."""
+    """The settings of `--set`; already part of `environment`, kept to notice that no Trainer read them."""
     for_trainer: tuple[str, ...] = ()
     """Other options that only mh.Trainer obeys; part of `environment`, too."""
     preload: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def recovers(self) -> bool:
-        """Whether workers are told how to continue without one of them: alone, none can."""
+        """Whether workers can continue without one of them: alone, none can."""
         return self.workers > 1
 
     @property

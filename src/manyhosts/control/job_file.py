@@ -15,7 +15,7 @@ from manyhosts.errors import ConfigError
 
 
 def text_of(job: Job) -> str:
-    """`job` as JSON, with all its variables: for nobody's eyes but its owner's."""
+    """`job` as JSON, with all its variables: for its owner alone."""
     return plan.text_of(asdict(job))
 
 
@@ -55,7 +55,7 @@ def values_of(job: Job) -> dict[str, str]:
 
 
 def write_hidden(text: str, path: Path) -> None:
-    """Write `text` where nobody else may read it."""
+    """Write `text` so that only its owner can read it."""
     with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
         os.fchmod(file.fileno(), 0o600)  # it may have been there before
         file.write(text)

@@ -1,16 +1,21 @@
-"""What `manyhosts join` does: asks a head what this host must have, sees to that, and becomes the agent of this host.
+"""`manyhosts join`: the secret that is typed, and how a host that has it joins a run and becomes an agent.
 
-Before anything is told to the head, or believed of it, it has shown the certificate that the secret names and has
-proven that it knows the rest of the secret.
+The secret has what the run's agents know, and which certificate its head shows. Before anything is sent to the head, or
+believed of it, it has shown that certificate and has proven that it knows the rest of the secret. The head says what
+this host must have (files, versions), and the host sees to that.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hashlib
 import os
+import re
 import secrets
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhosts.control.agent import agent, head_connection
@@ -18,14 +23,61 @@ from manyhosts.control.agent.agent import Origin
 from manyhosts.control.agent.head_client import HeadClient
 from manyhosts.control.handshake import ANY_NODE, Ask, Call, Offer, Prove
 from manyhosts.control.head.state import PORT
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.proof import PROTOCOL, Caller
 from manyhosts.control.wire_format import content_of
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import contents, hostfile, interfaces, remote_probe, version_check
 
+_TOKEN_BYTES = FINGERPRINT_BYTES = 16
+_CHECK_BYTES = 3
+_GROUP = 8
+_MISREAD = str.maketrans("08", "OB")
+"""Digits that base 32 does not have, and the letters that they are taken for."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSecret:
+    """Everything that a host must know to trust a head and to be trusted by it."""
+
+    token: str = field(repr=False)
+    """The run's token: 32 hexadecimal digits."""
+    fingerprint: bytes
+    """The first 16 bytes of the SHA-256 of the head's certificate."""
+
+    def __str__(self) -> str:
+        """Seven groups of eight letters and digits; the last letters are a checksum of the others."""
+        content = bytes.fromhex(self.token) + self.fingerprint
+        text = base64.b32encode(content + _check(content)).decode().lower()
+        return "-".join(text[start : start + _GROUP] for start in range(0, len(text), _GROUP))
+
+    @classmethod
+    def parse(cls, text: str, *, where: str) -> JoinSecret:
+        """Read what `str` made of one. Case, spaces and dashes do not count.
+
+        Raises:
+            ConfigError: it is incomplete, or a letter of it is wrong.
+        """
+        letters = re.sub(r"[\s-]", "", text).upper().translate(_MISREAD)
+        try:
+            content = base64.b32decode(letters)
+        except (binascii.Error, ValueError):
+            content = b""
+        body, check = content[:-_CHECK_BYTES], content[-_CHECK_BYTES:]
+        if len(body) != _TOKEN_BYTES + FINGERPRINT_BYTES or check != _check(body):
+            raise ConfigError(
+                "this is not the secret of a run: it was typed wrongly, or a part of it is missing",
+                where=where,
+                fix="give all seven groups as `manyhosts run --on join` shows them",
+            )
+        return cls(body[:_TOKEN_BYTES].hex(), body[_TOKEN_BYTES:])
+
+
+def _check(content: bytes) -> bytes:
+    return hashlib.sha256(b"manyhosts join " + content).digest()[:_CHECK_BYTES]
+
+
 _NAMED = 3
-"""Files that are named; of more, their number is told."""
+"""Files that are named; of more, only their number."""
 LOST = 3
 """The exit code of a host that has lost the head, or was turned away."""
 
@@ -116,7 +168,7 @@ def _connect(place: str) -> socket.socket:
         ) from cause
     except ConnectionRefusedError as cause:
         raise LaunchError(
-            f"nobody listens at {place}",
+            f"no head listens at {place}",
             where=place,
             fix="see that `manyhosts run --on join` is waiting there, and that this is the port that it shows",
         ) from cause
@@ -124,7 +176,7 @@ def _connect(place: str) -> socket.socket:
         raise LaunchError(
             f"{place} is not to be reached from here: {cause.strerror or cause}",
             where=place,
-            fix="see that a firewall before it lets this port pass; behind an address translation its router must lead"
+            fix="see that firewalls let this port pass; with address translation (NAT), its router must forward"
             " the port there, and -o advertise= gives the router's address",
         ) from cause
 
@@ -138,7 +190,7 @@ def _ask(connection: socket.socket, wish: Wish) -> Offer:
     client = HeadClient(connection, wish.place)
     caller = Caller(wish.secret.token)
     client.say(Call(**caller.call()))
-    prove = client.hear(Prove)
+    prove = client.receive(Prove)
     if client.fingerprint()[:FINGERPRINT_BYTES] != wish.secret.fingerprint:
         raise LaunchError(
             f"what listens at {wish.place} is not the run that this secret is of: it shows another certificate",
@@ -159,7 +211,7 @@ def _ask(connection: socket.socket, wish: Wish) -> Offer:
             fix="install the same manyhosts there and here",
         )
     client.say(Ask(proof=proof, machine=remote_probe.machine()))
-    return client.hear(Offer)
+    return client.receive(Offer)
 
 
 def _see_versions(offer: Offer, place: str) -> None:

@@ -49,7 +49,7 @@ def notice_loss(connection: socket.socket) -> None:
 
 
 class Loop:
-    """Calls whoever waits for something that has come."""
+    """Waits for sockets, signals and the clock, and calls the handlers of what has come."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -126,7 +126,7 @@ class Loop:
 
         self._undo.append(undo)
 
-    def beside(self, work: Callable[[], T], then: Callable[[T], object]) -> None:
+    def run_in_thread(self, work: Callable[[], T], then: Callable[[T], object]) -> None:
         """Do `work` on a thread of its own, for it may take long; the loop then calls `then` with what it gave.
 
         Where `work` raises, `run` does, with the same error.
@@ -173,7 +173,7 @@ class Loop:
                     return  # what else has come is still there the next time
 
     def close(self) -> None:
-        """Give signals back to whoever had them."""
+        """Restore the signal handlers of before."""
         self._selector.close()
         for undo in reversed(self._undo):
             undo()
@@ -218,7 +218,7 @@ class Channel:
         self._came = bytearray()
         self._unsent = bytearray()
         self._sending = threading.RLock()
-        """Held for what TLS and the socket have in hand, and never while anything is waited for."""
+        """Protects TLS and the socket; released before anything is waited for."""
         self._open = True
         connection.setblocking(False)
         loop.watch(connection, self.read)
@@ -246,10 +246,10 @@ class Channel:
 
     @property
     def unanswered_s(self) -> float | None:
-        """For how long the other side's system, which is asked every 2 s, has not answered; None where nobody knows."""
+        """For how long the other side's system, which is asked every 2 s, has not answered; None where unknown."""
         try:
             facts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except (OSError, AttributeError):  # a socket within this machine, or a system that does not tell
+        except (OSError, AttributeError):  # a socket within this machine, or a system that does not report it
             return None
         return int.from_bytes(facts[-4:], sys.byteorder) / 1000 if len(facts) == _TCP_INFO_BYTES else None
 
@@ -272,8 +272,8 @@ class Channel:
             self._tls.send(words)
             self._write_encrypted()
 
-    def send_beside(self, words: bytes) -> None:
-        """Send a line from another thread, unless others still wait to be sent: for when the loop is held up.
+    def send_from_thread(self, words: bytes) -> None:
+        """Send a line from another thread, unless others still wait to be sent: for when the loop is blocked.
 
         What the socket does not take of it goes when the loop calls `go_on`.
         """
@@ -288,7 +288,7 @@ class Channel:
                 del self._unsent[: self._socket.send(self._unsent)]
 
     def go_on(self) -> None:
-        """Send what `send_beside` has left, if anything."""
+        """Send what `send_from_thread` has left, if anything."""
         with self._sending:
             if self._open and self._unsent:
                 self._write()
@@ -354,7 +354,7 @@ class Channel:
         return self._open
 
     def _split(self) -> None:
-        """Hand out every whole line that has come."""
+        """Hand out every complete line that has come."""
         *lines, rest = self._came.split(b"\n")
         self._came = bytearray(rest)
         for line in lines:

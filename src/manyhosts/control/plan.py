@@ -12,7 +12,7 @@ from manyhosts.control.job import HIDDEN, Job
 
 
 class Later(str):
-    """Stands in a plan for a value that is a secret, or known only when it is sent. It is shown as this text."""
+    """A placeholder in a plan for a value that is secret, or known only when it is sent. It is shown as this text."""
 
     __slots__ = ("name",)
     name: str
@@ -32,13 +32,13 @@ CERTIFICATE = Later("certificate", "FINGERPRINT")
 
 
 class Shell(tuple[str, ...]):
-    """Words that the shell of another host is told, as one word of the command that goes there."""
+    """Words for the shell of another host, as one word of the command that goes there."""
 
     __slots__ = ()
 
 
 def filled(content: Any, values: Mapping[str, Any] | None) -> Any:
-    """`content`, made of dicts, lists, tuples and plain values, with what every `Later` in it stands for.
+    """`content`, made of dicts, lists, tuples and plain values, with the value of every `Later` in it.
 
     Without `values` with the text by which each is shown.
 
@@ -77,7 +77,7 @@ class Plan:
     command: tuple[str, ...] = ()
     """What starts the agents of all nodes, or queues the job, where one command does that."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What these commands find in their environment beside what is there."""
+    """Variables of these commands in addition to those that are there."""
     notes: tuple[str, ...] = ()
     """What the user should know before it begins, each a sentence."""
 
@@ -87,7 +87,7 @@ class Plan:
             f"    {name}={HIDDEN if name in job.hidden else value}" for name, value in sorted(job.environment.items())
         ]
         lines = [f"$ {shlex.join(job.command())}", f"  in {job.folder}", f"  record in {job.run_dir}"]
-        lines += ["  every worker, beside what its host has:", *shared] if shared else []
+        lines += ["  every worker, in addition to its host's variables:", *shared] if shared else []
         for name, content in self.files.items():
             lines += [f"--- {name}", text_of(content).rstrip("\n"), "---"]
         lines += [f"$ {shlex.join(self.command)}"] if self.command else []

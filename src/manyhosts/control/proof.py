@@ -6,7 +6,7 @@
 
 A proof is an HMAC of both nonces, both versions and the fingerprint of the certificate that the answering side uses: a
 third one that sits between the two has another certificate, and what it passes on proves nothing. So the secret alone
-has to reach a host on a trusted way, and no fingerprint beside it.
+has to reach a host on a trusted way, and no fingerprint in addition.
 
 The messages have no classes here (`control.handshake` has them): the doctor brings this file to hosts that have no more
 than Python 3.8.

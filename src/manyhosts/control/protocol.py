@@ -47,8 +47,10 @@ class Alive(FromAgent):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked(FromAgent):
-    """The agent was asked to end by a signal: a wish for the whole run."""
+class StopRequested(FromAgent):
+    """The agent was asked to end by a signal: a request to stop the run."""
+
+    NAME = "asked"
 
     signal: int
 
@@ -222,8 +224,10 @@ class SeenWorker:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen(FromAgent):
-    """The answer to `Look`."""
+class WorkerStates(FromAgent):
+    """The answer to `InspectWorkers`."""
+
+    NAME = "seen"
 
     CHANGES_STATE = False
     round: int
@@ -287,7 +291,7 @@ class OpenStore(FromHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseStore(FromHead):
-    """End it, so that whoever waits for it waits no more."""
+    """End it, which releases the clients that wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +302,7 @@ class NewWorker:
     local_rank: int
     member: int
     environment: dict[str, str]
-    """What it has beside the others'."""
+    """Its variables in addition to those of all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,8 +314,10 @@ class Start(FromHead):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tell(FromHead):
+class ToWorker(FromHead):
     """Pass on to a worker what is for it, through `cluster.membership`."""
+
+    NAME = "tell"
 
     member: int
     content: dict[str, Any]
@@ -334,8 +340,10 @@ class Kill(FromHead):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look(FromHead):
+class InspectWorkers(FromHead):
     """Say of all workers what they are doing."""
+
+    NAME = "look"
 
     round: int
 
@@ -355,7 +363,7 @@ class Signal(FromHead):
     generation: int
     signal: int
     cause: int
-    """The signal that the run was ended by, which workers tell their script."""
+    """The signal that ended the run, which workers pass on to their script."""
     farewell_s: float
 
 
@@ -372,14 +380,14 @@ class Leave(FromHead):
 FROM_AGENT: Mapping[str, type[FromAgent]] = by_name(
     *(
         Alive,
-        Asked,
+        StopRequested,
         Condition,
         Connectivity,
         ConnectionsTried,
         StoreOpened,
         Trouble,
         ModulesPreloaded,
-        Seen,
+        WorkerStates,
         MemberSays,
     ),
     *(AskStore, Output, LinesDropped, Unlogged, Report, Ended),
@@ -387,6 +395,6 @@ FROM_AGENT: Mapping[str, type[FromAgent]] = by_name(
 """What an agent may say, by its name on the wire."""
 FROM_HEAD: Mapping[str, type[FromHead]] = by_name(
     *(Prepare, TryConnections, ListenForHost, OpenStore, CloseStore, AnswerStore),
-    *(Start, Tell, Kill, Look, End, Signal, Leave),
+    *(Start, ToWorker, Kill, InspectWorkers, End, Signal, Leave),
 )
 """What the head may say, by its name on the wire."""

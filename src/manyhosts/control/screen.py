@@ -1,7 +1,7 @@
-"""Standard output and error of a process that must never wait for whoever reads them.
+"""Standard output and error of a process that must never wait for its reader.
 
 A terminal that is stopped by Ctrl-S, or a pager that shows its first page, takes nothing. One thread alone writes; what
-waits for it is bounded, and where it grows too long the oldest lines go, and their number is told. What the launcher
+waits for it is bounded, and where it grows too long the oldest lines are dropped and counted. What the launcher
 itself has to say stays.
 """
 
@@ -26,7 +26,7 @@ SLOW_S = 30.0
 LAST_BYTES = 64 << 10
 
 _ENTRY_BYTES = 100
-"""What an entry of the queue costs beside its text."""
+"""The cost of an entry of the queue in addition to its text."""
 _PIECE_BYTES = select.PIPE_BUF
 _AT_ONCE = 16 << 10
 _ERASE = "\r\x1b[K"
@@ -42,13 +42,13 @@ class Screen:
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, logs: str | os.PathLike[str] = "") -> None:
-        """`logs` is where whoever misses lines finds them."""
+        """`logs` is where lines that were dropped can be found."""
         self._logs = os.fspath(logs)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Stream, str]] = deque()
         self._size = 0
         self._missed = 0
-        """Lines that were dropped and not told of yet."""
+        """Lines that were dropped and not reported yet."""
         self._writing = False
         self._closing = False
         self._over = False
@@ -166,7 +166,7 @@ class Stream(io.TextIOBase):
         self._is_terminal = _asked(stream.isatty, False)
         self._number = _asked(stream.fileno, -1)
         self.is_closed = False
-        """Whether nobody reads it any more."""
+        """Whether its reader is gone."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a plain value in the parent
@@ -178,7 +178,7 @@ class Stream(io.TextIOBase):
         return bool(self._is_terminal)
 
     def fileno(self) -> int:
-        """The descriptor behind it.
+        """Its file descriptor.
 
         Raises:
             OSError: there is none.
@@ -196,7 +196,7 @@ class Stream(io.TextIOBase):
         """Nothing: the thread that writes keeps nothing back."""
 
     def write_through(self, text: str, on_taken: Callable[[], None]) -> None:
-        """Write `text` at once and wait until the reader has taken it; each piece that it has taken is told."""
+        """Write `text` at once and wait until the reader has taken it; `on_taken` is called after each piece."""
         try:
             self._stream.flush()  # what was written before there was a screen
             if self._number < 0:
@@ -208,7 +208,7 @@ class Stream(io.TextIOBase):
             while data:
                 try:
                     data = data[os.write(self._number, data[:_PIECE_BYTES]) :]
-                except BlockingIOError:  # whoever shares the terminal (ssh does) may have it fail instead of wait
+                except BlockingIOError:  # a process that shares the terminal (ssh) may make it non-blocking
                     waiting = select.poll()
                     waiting.register(self._number, select.POLLOUT)
                     waiting.poll(1000)

@@ -1,7 +1,7 @@
 """Messages of head and agent to each other, in order and each once, over one connection after another.
 
 Each message has a number (`n`) and is kept until the other side says that it has heard it (`heard`). Where a
-connection breaks, both sides tell on the next how far they have heard, and what was lost in between is sent again.
+connection breaks, both sides say on the next how far they have heard, and what was lost in between is sent again.
 Messages without a number (signs of life, and those of `control.proof`) are never sent again.
 
 A side that writes down how far it is (`head.takeover`) holds its messages back until that is done. So another process
@@ -99,10 +99,10 @@ class Session:
             self.release()
 
     def release(self) -> None:
-        """Let go what was held back."""
-        held, self._released = self._sent - self._released, self._sent
+        """Send the messages that waited."""
+        waiting, self._released = self._sent - self._released, self._sent
         if self.channel is not None:
-            for place in range(-held, 0):  # the last ones, of perhaps many that were not heard yet
+            for place in range(-waiting, 0):  # the last ones, of perhaps many that were not heard yet
                 self.channel.send_words(self._kept[place][1])
 
     def flush(self, timeout_s: float) -> None:

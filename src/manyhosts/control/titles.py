@@ -20,11 +20,11 @@ def set_title(title: str, name: str = "manyhosts") -> None:
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, ValueError, IndexError):
-        first, behind = _command_line()
-        size = behind - first
+        first, after = _command_line()
+        size = after - first
         text = title.encode()[: max(0, size - 2)]
         if first and text:
-            # The last byte is no NUL: then the kernel takes what stands before the first NUL for the whole.
+            # The last byte is no NUL: then the kernel takes everything before the first NUL for the command line.
             ctypes.memmove(first, text + b"\0" + b" " * (size - len(text) - 1), size)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:_LONGEST_NAME_BYTES], 0, 0, 0)
 

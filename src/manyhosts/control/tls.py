@@ -1,6 +1,6 @@
-"""TLS 1.3 for connections of one run: a certificate that is made for it, and encryption apart from any socket.
+"""TLS 1.3 for connections of one run: a certificate that is made for it, and encryption independent of any socket.
 
-Nobody signs the certificate and nobody checks its name. What it is worth is shown by `control.proof`: both sides
+No authority signs the certificate and its name is not checked. What it is worth is shown by `control.proof`: both sides
 prove that they know the run's secret, in words that hold for this very certificate and no other.
 """
 
@@ -23,7 +23,7 @@ def prepare() -> None:
 
 
 class Identity:
-    """The head's key and certificate: made in this process, and gone with it where nobody asks for `pem`."""
+    """The head's key and certificate: made in this process, and gone with it unless `pem` is saved."""
 
     def __init__(self, pem: str = "") -> None:
         """`pem` is what another head had; without it, a key is made."""
@@ -33,7 +33,7 @@ class Identity:
         self.fingerprint = hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).digest()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
-        self._context.num_tickets = 0  # nobody continues with a session of before
+        self._context.num_tickets = 0  # no session is resumed
         with tempfile.NamedTemporaryFile(prefix="manyhosts-") as file:  # for us alone; OpenSSL wants a name
             file.write(key + certificate)
             file.flush()
@@ -41,12 +41,12 @@ class Identity:
             self._context.load_cert_chain(file.name)
 
     def answer(self) -> Tls:
-        """The side of whoever is called, for one connection."""
+        """The called side of one connection."""
         return Tls(self._context, server_side=True)
 
 
 def call() -> Tls:
-    """The side of whoever calls, for one connection. Any certificate will do until its fingerprint is proven."""
+    """The calling side of one connection. Any certificate will do until its fingerprint is proven."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -10,7 +10,7 @@ from manyhosts.errors import plain_lines
 
 _OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._bootstrap>")
 _NOTICES = re.compile(r"^\[W\S* .*\] \[c10d\] The hostname of the client socket cannot be retrieved\.")
-"""What torch says of itself and nobody can do anything about: hosts need no names that can be looked up backwards."""
+"""Notices of torch about its own state that need no action: hosts need no names that can be looked up in reverse."""
 _TRACEBACK = "Traceback (most recent call last):"
 _PYTHON_BELOW_CPP = re.compile(r"\n\s*At:(\n {2}.*)+\s*\Z")
 """What pybind11 adds to an error that it passes on: where Python stood, once more."""
@@ -23,7 +23,7 @@ _NATIVE = re.compile(
 
 
 def text(error: BaseException) -> str:
-    """The traceback of `error` and of the errors behind it, as Python prints them."""
+    """The traceback of `error` and of the errors that caused it, as Python prints them."""
     reported = traceback.TracebackException.from_exception(error)
     _strip(reported)
     return without_native_frames("".join(reported.format()).rstrip())
@@ -73,7 +73,7 @@ def is_native_frame(line: str) -> bool:
 
 
 def is_idle_notice(line: str) -> bool:
-    """Whether `line` tells of nothing that anybody could or should mend."""
+    """Whether `line` reports nothing that needs action."""
     return _NOTICES.match(line) is not None
 
 

@@ -21,7 +21,7 @@ OVERRULED = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
 )
-"""What a worker is told unless the user has said otherwise (`--env`)."""
+"""Defaults for a worker's variables, unless the user has said otherwise (`--env`)."""
 
 
 def of_worker(
@@ -34,7 +34,7 @@ def of_worker(
     agent_store: bool = True,
     listens: bool = True,
 ) -> dict[str, str]:
-    """What torchrun would tell this worker. `generation` counts how often the workers were started.
+    """The variables that torchrun would set for this worker. `generation` counts how often the workers were started.
 
     `agent_store`: it need not open the store itself. `listens`: nor ask for it before it uses it.
     """

@@ -1,8 +1,8 @@
 """How messages of head and agents stand on the wire: one JSON object on one line for each.
 
-`message` names the class (`ask_store` is an `AskStore`), beside it are the fields. Whatever comes is checked against
-the class before anybody looks at it: a field that is missing, or of another type, is refused in a sentence. Text that
-may be shown is rid of what a terminal would obey, and nothing is nested deeper than whoever writes it down can follow.
+`message` names the class (`ask_store` is an `AskStore`), next to its fields. Every message is checked against
+the class before it is used: a field that is missing, or of another type, is refused in a sentence. Text that
+may be shown is rid of control sequences of terminals, and nothing is nested deeper than JSON can be written again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes what serves an export elsewhere, and hands it over where that was asked for."""
+"""Writes what serves an export elsewhere, and applies it on request. Requests to SageMaker are checked first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,103 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhosts.deploy import aws, cluster, recipe
+from manyhosts.deploy import recipe
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.export.description import Description
 from manyhosts.records.whole_file import write_json_whole
 from manyhosts.table import nearest
+
+_VARIANT = "all"
+_DIMENSION = "sagemaker:variant:DesiredInstanceCount"
+
+
+def requests(name: str, options: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The calls in their order: `service`, `call` and `words` of each. The image is in ECR, with the model in it."""
+    least, most = int(options.get("min", "1")), int(options.get("max", "4"))
+    variant = {
+        "VariantName": _VARIANT,
+        "ModelName": name,
+        "InstanceType": options.get("instance", "ml.m5.large"),
+        "InitialInstanceCount": least,
+        "ContainerStartupHealthCheckTimeoutInSeconds": 600,
+    }
+    scaled = {
+        "ServiceNamespace": "sagemaker",
+        "ResourceId": f"endpoint/{name}/variant/{_VARIANT}",
+        "ScalableDimension": _DIMENSION,
+    }
+    tracking = {
+        "TargetValue": float(options.get("per-instance", "600")),
+        "PredefinedMetricSpecification": {"PredefinedMetricType": "SageMakerVariantInvocationsPerInstance"},
+    }
+    return [
+        {
+            "service": "sagemaker",
+            "call": "create_model",
+            "words": {
+                "ModelName": name,
+                "ExecutionRoleArn": options["role"],
+                "PrimaryContainer": {"Image": options["image"]},
+                "EnableNetworkIsolation": True,
+            },
+        },
+        {
+            "service": "sagemaker",
+            "call": "create_endpoint_config",
+            "words": {"EndpointConfigName": name, "ProductionVariants": [variant]},
+        },
+        {
+            "service": "sagemaker",
+            "call": "create_endpoint",
+            "words": {"EndpointName": name, "EndpointConfigName": name},
+        },
+        {
+            "service": "application-autoscaling",
+            "call": "register_scalable_target",
+            "words": {**scaled, "MinCapacity": least, "MaxCapacity": most},
+        },
+        {
+            "service": "application-autoscaling",
+            "call": "put_scaling_policy",
+            "words": {
+                **scaled,
+                "PolicyName": name,
+                "PolicyType": "TargetTrackingScaling",
+                "TargetTrackingScalingPolicyConfiguration": tracking,
+            },
+        },
+    ]
+
+
+def validate(asked: list[dict[str, Any]]) -> None:
+    """Hold the calls to botocore's models: names, types, lengths, patterns that it checks.
+
+    Raises:
+        ConfigError: one is not as the service wants it.
+        LaunchError: botocore is not installed.
+    """
+    try:
+        import botocore.session
+        from botocore import xform_name
+        from botocore.validate import ParamValidator
+    except ImportError as cause:
+        raise LaunchError(
+            "botocore, the client of AWS, is not installed here",
+            where="--to sagemaker",
+            fix="in a clone of manyhosts: pip install '.[sagemaker]'",
+        ) from cause
+    session = botocore.session.Session()
+    for each in asked:
+        model = session.get_service_model(each["service"])
+        operation = next(name for name in model.operation_names if xform_name(name) == each["call"])
+        report = ParamValidator().validate(each["words"], model.operation_model(operation).input_shape)
+        if report.has_errors():
+            raise ConfigError(
+                f"SageMaker would refuse {each['call']}: {report.generate_report()}",
+                where="-o",
+                fix="correct that option",
+            )
+
 
 OPTIONS: Mapping[str, Mapping[str, str]] = {
     "docker": {"image": "the image to build on", "tag": "the name of the image that is built"},
@@ -71,7 +163,7 @@ class Request:
         for key in ("min", "max", "cpu", "per-instance"):
             text = self.options.get(key, "1")
             if not re.fullmatch(r"[1-9]\d*", text):
-                raise ConfigError(f"{key} is {text!r}", where=f"-o {key}", fix="give a whole number from 1")
+                raise ConfigError(f"{key} is {text!r}", where=f"-o {key}", fix="give an integer from 1")
         if int(self.options.get("min", "1")) > int(self.options.get("max", "4")):
             raise ConfigError("min is more than max", where="-o min", fix="give -o max, too")
         if not _NAME.fullmatch(self.name):
@@ -129,7 +221,7 @@ def _apptainer(request: Request, described: Description, folder: Path) -> list[s
 
 
 def _kubernetes(request: Request, described: Description, folder: Path) -> list[str]:
-    made = {"apiVersion": "v1", "kind": "List", "items": cluster.manifests(request.name, request.options)}
+    made = {"apiVersion": "v1", "kind": "List", "items": recipe.manifests(request.name, request.options)}
     file = folder / "model.json"
     file.touch(mode=0o600)  # the token is in it
     file.write_text(json.dumps(made, indent=1))
@@ -137,8 +229,8 @@ def _kubernetes(request: Request, described: Description, folder: Path) -> list[
 
 
 def _sagemaker(request: Request, described: Description, folder: Path) -> list[str]:
-    asked = aws.requests(request.name, request.options)
-    aws.validate(asked)
+    asked = requests(request.name, request.options)
+    validate(asked)
     write_json_whole(folder / "requests.json", asked)
     # SageMaker asks /ping and /invocations, and has checked who asks before.
     recipe.write_context(folder, request.export, described)
@@ -147,8 +239,8 @@ def _sagemaker(request: Request, described: Description, folder: Path) -> list[s
 
 
 def _ray(request: Request, described: Description, folder: Path) -> list[str]:
-    write_json_whole(folder / "serve.json", cluster.ray_config(request.name, request.options))
-    (folder / "ray_app.py").write_text(cluster.RAY_APP)
+    write_json_whole(folder / "serve.json", recipe.ray_config(request.name, request.options))
+    (folder / "ray_app.py").write_text(recipe.RAY_APP)
     shutil.copytree(request.export, folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
     return ["serve deploy serve.json"]
 

@@ -89,7 +89,7 @@ class Channel:
 
 
 def call(connection: socket.socket, token: str, within_s: float) -> Channel:
-    """The side that has opened `connection`: a channel to whoever proves to know `token`.
+    """The side that has opened `connection`: a channel to a peer that proves that it knows `token`.
 
     Raises:
         OSError: the other side does not, or says nothing.
@@ -99,14 +99,14 @@ def call(connection: socket.socket, token: str, within_s: float) -> Channel:
     found.write(json.dumps(caller.call()) + "\n")
     shown = caller.proof_for(_said(found, deadline), own.fingerprint)
     if not shown:
-        raise OSError("whoever listens there does not know the secret of this examination")
+        raise OSError("what listens there does not know the secret of this examination")
     found.write(json.dumps({"proof": shown}) + "\n")
     found.trust()
     return found
 
 
 def answer(connection: socket.socket, identity: tls.Identity, token: str, within_s: float) -> Channel | None:
-    """The side that was called: a channel to whoever proves to know `token` in time, or None.
+    """The side that was called: a channel to a peer that proves in time that it knows `token`, or None.
 
     Raises:
         OSError: the other side speaks no TLS, or is gone.

@@ -49,7 +49,7 @@ def findings(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[Finding
 
 
 def ports(host: Facts) -> tuple[int, int]:
-    """The first and the last of the ports that programs of `host` listen on where nobody has chosen one."""
+    """The first and the last of the ports that the system gives to programs of `host` that choose none."""
     first, last = host.get("ports") or (1024, 65535)
     return first, last
 

@@ -15,8 +15,7 @@ from manyhosts import __version__
 from manyhosts.cluster.findings import Finding, exit_code, worst_first
 from manyhosts.cluster.rounds import rounds
 from manyhosts.doctor import checksum, closed, exercise, hosts, network
-from manyhosts.doctor.probe_server import Reached
-from manyhosts.doctor.reached_hosts import Facts, ReachedHosts
+from manyhosts.doctor.probe_server import Facts, Reached, ReachedHosts
 
 SCHEMA = 1
 _CLOCK_ROUNDS = 5
@@ -34,7 +33,7 @@ _READING_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be looked at beside the hosts themselves."""
+    """What is to be examined in addition to the hosts themselves."""
 
     target: str
     run_dir: str
@@ -62,7 +61,7 @@ class Examination:
 
     @classmethod
     def of_json(cls, request: Request, found: Facts) -> Examination:
-        """What `to_json` has told."""
+        """From the result of `to_json`."""
         kept = {name: found[name] for name in ("hosts", "pairs", "meeting", "seconds")}
         return cls(request=request, findings=[Finding(**one) for one in found["findings"]], **kept)
 
@@ -81,14 +80,14 @@ class Examination:
 
 
 def examine(
-    reached: Sequence[Reached], lost: Sequence[Finding], request: Request, tell: Callable[[str], None]
+    reached: Sequence[Reached], lost: Sequence[Finding], request: Request, report: Callable[[str], None]
 ) -> Examination:
-    """Look at all that were reached. `tell` hears what is being done, for somebody who waits."""
+    """Examine all hosts that were reached. `report` gets lines on the progress."""
     begin = time.monotonic()
-    found = _Rounds(reached, request, tell)
+    found = _Rounds(reached, request, report)
     found.hosts.lost += lost
     if reached:
-        found.look()
+        found.examine()
         found.begin_exercise()
         found.compare()
         found.await_exercise()
@@ -114,16 +113,16 @@ def examine(
 class _Rounds:
     """The rounds from host to host."""
 
-    def __init__(self, reached: Sequence[Reached], request: Request, tell: Callable[[str], None]) -> None:
+    def __init__(self, reached: Sequence[Reached], request: Request, report: Callable[[str], None]) -> None:
         self.hosts = ReachedHosts(reached)
         self.facts: dict[str, Facts] = {each.name: _first_facts(each) for each in reached}
         self.pairs: list[Facts] = []
         self.meeting: Facts = {}
-        self._request, self._tell = request, tell
+        self._request, self._report = request, report
 
-    def look(self) -> None:
+    def examine(self) -> None:
         """What each host is alone."""
-        self._tell(f"looking at {len(self.hosts.there)} host{'s' if len(self.hosts.there) > 1 else ''}")
+        self._report(f"looking at {len(self.hosts.there)} host{'s' if len(self.hosts.there) > 1 else ''}")
         request = self._request
         for name, seen in self.hosts.of_all("look", run_dir=request.run_dir, script=request.script).items():
             self.facts[name].update(seen)
@@ -137,7 +136,7 @@ class _Rounds:
         for name, clock in self.hosts.each(_clock).items():
             self.facts[name]["clock"] = clock
         if request.data:
-            self._tell("comparing the data")
+            self._report("comparing the data")
             checksum = self.hosts.of_all("checksum", timeout_s=_READING_S, paths=list(request.data))
             for name, data in checksum.items():
                 self.facts[name]["data"] = data
@@ -152,7 +151,7 @@ class _Rounds:
         )
         first = self.hosts.there[0].name if self.hosts.there else ""
         seen = self.hosts.of_all("see file", folder=folder, name=names.get(first, ""))
-        for with_folders in (False, True):  # where hosts share it, whoever made the folder waits for the others' files
+        for with_folders in (False, True):  # on a shared disk, the host that made the folder waits
             self.hosts.of_all("remove file", with_folders=with_folders)
         for name, trouble in wrote.items():
             sees = seen.get(name) == secret if not wrote.get(first) else None
@@ -172,7 +171,7 @@ class _Rounds:
 
     def await_exercise(self) -> None:
         """Wait until torch is loaded: it would disturb what is measured from now on."""
-        self._tell("starting torch on every host")
+        self._report("starting torch on every host")
         wish = {"allowed_s": _TORCH_S, "timeout_s": _TORCH_S + 5}
         for name, said in self.hosts.each(
             lambda each: each.asked.ask("await exercise", **wish), self._with_torch()
@@ -200,7 +199,7 @@ class _Rounds:
         """Every pair in both directions: first whether it opens, all at once; then how fast it is, in rounds."""
         if len(self.hosts.there) < 2:
             return
-        self._tell("trying the ways between the hosts")
+        self._report("trying the ways between the hosts")
         token = secrets.token_hex(16)
         ports = self.hosts.each(lambda each: each.asked.ask("listen", address=self._address(each), token=token))
         listening = [each for each in self.hosts.there if each.name in ports]
@@ -258,7 +257,7 @@ class _Rounds:
         number = {each.name: place for place, each in enumerate(self.hosts.there)}
         by_hosts = {(number[pair["from"]], number[pair["to"]]): pair for pair in open_ways if pair["to"] in number}
         for places in rounds(len(number)):
-            for now in (places, [(other, one) for one, other in places]):  # nobody sends or takes twice at a time
+            for now in (places, [(other, one) for one, other in places]):  # no host sends or receives twice at a time
                 self.hosts.at_once(measure, [by_hosts[way] for way in now if way in by_hosts])
         for _ in range(_MORE_ROUNDS_OF_A_WAY):  # a neighbour's noise goes by, a slow cable stays slow
             for pair in network.suspects([self.facts[each.name] for each in self.hosts.there], self.pairs):
@@ -270,7 +269,7 @@ class _Rounds:
     def compute(self) -> None:
         """How fast each host is. Hosts that are one machine in truth take turns; the best of several turns counts."""
         able = self._able() or self.hosts.there
-        self._tell("measuring how fast each host computes")
+        self._report("measuring how fast each host computes")
         for _ in range(_SPEED_ROUNDS):
             self._compute_once(able)
         for _ in range(_MORE_SPEED_ROUNDS):  # a neighbour's noise goes by, a slow host stays slow
@@ -305,9 +304,9 @@ class _Rounds:
         able = self._able()
         names = {each.name for each in able}
         closed = any(pair["trouble"] for pair in self.pairs if {pair["from"], pair["to"]} <= names)
-        if len(able) < 2 or closed:  # where a way is closed it can only fail, and that is told already
+        if len(able) < 2 or closed:  # where a way is closed it can only fail, which is reported already
             return
-        self._tell("having all hosts meet")
+        self._report("having all hosts meet")
         address = self._address(able[0])
         opened = self.hosts.ask(able[0], "exercise", do="open", address=address, allowed_s=_MEETING_S) or {}
         self.meeting = {"hosts": [each.name for each in able], "address": address, "port": opened.get("port")}

@@ -25,14 +25,14 @@ _PART = 1 << 16
 _NESTED = 4
 """Processes that it takes to cut a tensor along one dimension twice."""
 _ACKNOWLEDGED = 120
-"""Where `tcpi_bytes_acked` stands in Linux's `struct tcp_info`."""
+"""The offset of `tcpi_bytes_acked` in Linux's `struct tcp_info`."""
 
 
 def speed(seconds: float) -> dict[str, Any]:
     """Floating-point operations in a second: of all cores this process may use together, and of each GPU.
 
     Every core multiplies matrices of its own, and only the time counts in which it was let: so a neighbour's work does
-    not make a host slow. How large a share of the time that was is told beside it.
+    not make a host slow. The share of that time is reported, too.
     """
     import torch
 
@@ -155,15 +155,15 @@ def silent_faults(rank: int, size: int) -> list[str]:
 
         mesh = init_device_mesh("cpu", (2, size // 2))
         for rows in range(1, 2 * size + 2):  # few of which can be cut evenly
-            whole = torch.arange(rows * 2.0).reshape(rows, 2)
-            if not torch.equal(distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).full_tensor(), whole):
+            full = torch.arange(rows * 2.0).reshape(rows, 2)
+            if not torch.equal(distribute_tensor(full, mesh, [Shard(0), Shard(0)]).full_tensor(), full):
                 found.append("nested shards")
                 break
     return found
 
 
 def _bytes_sent() -> int:
-    """By the connections of this process so far, as far as the others have acknowledged them; 0 where nobody counts."""
+    """By the connections of this process so far, as far as the others have acknowledged them; 0 where not counted."""
     sent = 0
     try:
         for entry in os.listdir("/proc/self/fd"):
@@ -181,7 +181,7 @@ def _bytes_sent() -> int:
 
 
 def main() -> None:
-    """Load torch, say so, then answer until nobody asks any more. Ends at once: Gloo hangs when it is taken down."""
+    """Load torch, say so, then answer until standard input ends. Ends at once: Gloo hangs when it is taken down."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
     meeting = Rendezvous()

@@ -1,4 +1,4 @@
-"""Networks of a host beside Ethernet, and links between its GPUs: InfiniBand, RoCE, EFA and NVLink.
+"""Networks of a host other than Ethernet, and links between its GPUs: InfiniBand, RoCE, EFA and NVLink.
 
 Runs on the hosts, with the standard library of Python 3.8 or newer alone.
 """
@@ -18,7 +18,7 @@ _GPU = re.compile(r"^GPU (\d+):")
 _LINK = re.compile(r"^\s*Link \d+: ([\d.]+) GB/s")
 
 
-def look() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """`rdma`: one entry for each port of each adapter; `nvlink`: one for each GPU that has such links."""
     return {"rdma": _ports(), "nvlink": _nvlinks()}
 
@@ -61,7 +61,7 @@ def _nvlinks() -> list[dict[str, Any]]:
             [program, "nvlink", "--status"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_LIMIT_S
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []  # what is wrong with the driver is told of the GPUs
+        return []  # faults of the driver are reported with the GPUs
     found: list[dict[str, Any]] = []
     for line in done.stdout.decode(errors="replace").splitlines():
         gpu, link = _GPU.match(line), _LINK.match(line)

@@ -1,4 +1,4 @@
-"""The GPUs of a host and their driver, as `nvidia-smi` tells of them.
+"""The GPUs of a host and their driver, as `nvidia-smi` reports them.
 
 Runs on the hosts, with the standard library of Python 3.8 or newer alone.
 """
@@ -24,7 +24,7 @@ _ASKED = {
 _LIMIT_S = 15
 
 
-def look() -> dict[str, Any]:
+def probe() -> dict[str, Any]:
     """`gpus` (one entry for each), `trouble` (why nothing could be asked; empty where there is simply no GPU)."""
     program = shutil.which("nvidia-smi")
     if program is None:

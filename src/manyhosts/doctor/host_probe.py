@@ -6,8 +6,8 @@ worker of a job, it opens one encrypted connection to the doctor, and both show 
 
     python -m manyhosts.doctor.host_probe
 
-Questions and answers are JSON objects, one on each line. It ends when nobody asks any more, and
-takes away what it made.
+Questions and answers are JSON objects, one on each line. It ends with its input, and
+removes what it made.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostProbe:
     def deeds(self) -> dict[str, Callable[..., Any]]:
         """By what is asked: what gives the answer."""
         return {
-            "look": _look,
+            "look": _facts,
             "time": time.time,
             "way": remote_probe.way_to,
             "resolve": _resolve,
@@ -97,13 +97,13 @@ class HostProbe:
 
     def _await_exercise(self, allowed_s: float) -> Any:
         """What the process says first: that it has loaded torch."""
-        return {"trouble": "torch was not started"} if self._exercise is None else self._exercise.hear(allowed_s)
+        return {"trouble": "torch was not started"} if self._exercise is None else self._exercise.read_answer(allowed_s)
 
     def _do_exercise(self, allowed_s: float, **asked: Any) -> Any:
         if self._exercise is None:
             return {"trouble": "torch was not started"}
         self._exercise.ask(asked)
-        return self._exercise.hear(allowed_s)
+        return self._exercise.read_answer(allowed_s)
 
 
 class _LeftFile:
@@ -164,7 +164,7 @@ class _Exercise:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
 
-    def hear(self, limit_s: float) -> Any:
+    def read_answer(self, limit_s: float) -> Any:
         """Its next answer, or a `trouble`."""
         try:
             line = self._said.get(timeout=limit_s)
@@ -194,7 +194,7 @@ def hello() -> dict[str, Any]:
     return {**remote_probe.facts(), "group_rank": os.environ.get("GROUP_RANK", "")}
 
 
-def _look(run_dir: str, script: str) -> dict[str, Any]:
+def _facts(run_dir: str, script: str) -> dict[str, Any]:
     """Everything about this host that needs no other one."""
     mtu = {}
     for _, name in socket.if_nameindex():
@@ -202,8 +202,8 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
             mtu[name] = int(file.read())
     return {
         "condition": host_state.gather(run_dir, _environment()),
-        "graphics": graphics.look(),
-        "fabric": fabric.look(),
+        "graphics": graphics.probe(),
+        "fabric": fabric.probe(),
         "mtu": mtu,
         "machine": _machine(),
         "ports": _ports(),
@@ -214,7 +214,7 @@ def _look(run_dir: str, script: str) -> dict[str, Any]:
 
 
 def _ports() -> list[int]:
-    """The first and the last port that the system gives to whoever asks for any."""
+    """The first and the last port that the system gives to programs that choose none."""
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         return [int(word) for word in file.read().split()]
     return []
@@ -238,7 +238,7 @@ def _machine() -> str:
 
 
 def _resolve(names: list[str]) -> dict[str, str]:
-    """The address that each name stands for here; empty for none."""
+    """The address of each name here; empty for none."""
     found = {}
     for name in names:
         found[name] = ""
@@ -250,7 +250,7 @@ def _resolve(names: list[str]) -> dict[str, str]:
 def _loop(seconds: float) -> dict[str, float]:
     """Rounds in a second of a small loop on one core: how fast this host is, where there is no torch to ask.
 
-    Only the time counts in which it was let; which share of all that was is told beside it.
+    Only CPU time counts; its share of the elapsed time is reported, too.
     """
     rounds, number = 0, 1
     begin, begin_own = time.perf_counter(), time.thread_time()
@@ -283,7 +283,7 @@ def main() -> None:
     host, _, port = place.rpartition(":")
     folder = os.environ.get("MANYHOSTS_RUN_DIR", "")
     if os.path.basename(folder).startswith(SCRATCH):
-        shutil.rmtree(folder, ignore_errors=True)  # the agent has made it for logs, which nobody is to read
+        shutil.rmtree(folder, ignore_errors=True)  # the agent has made it for logs, which are not needed
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         speak(connection, os.environ.pop(TOKEN))
 

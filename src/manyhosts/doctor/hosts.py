@@ -189,15 +189,15 @@ def _of_run_dir(hosts: Sequence[Facts], *, shares_disk: bool) -> Iterator[Findin
                 where=f"host {name}, {found['path']}",
                 fix="give a --run-dir that every host may write to",
             )
-    apart = [host["name"] for host in seen if host["run_dir"]["shared"] is False]
-    if apart:
+    separate = [host["name"] for host in seen if host["run_dir"]["shared"] is False]
+    if separate:
         fix = "name a --run-dir on a file system that all hosts share"
         if not shares_disk:
             fix = f"nothing need be done: the record is brought here from the first host; or {fix}"
         yield Finding(
             level="error" if shares_disk else "note",
             check="run directory",
-            what=f"the run directory is not shared: {', '.join(apart)} do{'es' * (len(apart) == 1)} not see what"
+            what=f"the run directory is not shared: {', '.join(separate)} do{'es' * (len(separate) == 1)} not see what"
             f" {seen[0]['name']} writes",
             where=str(seen[0]["run_dir"]["path"]),
             fix=fix,
@@ -228,8 +228,8 @@ def _of_data(hosts: Sequence[Facts], path: str) -> Iterator[Finding]:
         fix = f"bring it there: rsync -a FROM:{path}/ {path}/" if level == "error" else "name a smaller folder"
         return Finding(level=level, check="data", what=what, where=f"host {host}, {path}", fix=fix)
 
-    whole = [_identity(found) for _, found in having if found and "sha256" in found]
-    usual = Counter(whole).most_common(1)[0][0] if whole else None
+    known = [_identity(found) for _, found in having if found and "sha256" in found]
+    usual = Counter(known).most_common(1)[0][0] if known else None
     model = next((name for name, found in having if found and _identity(found) == usual), "")
     for name, found in having:
         if found is None:

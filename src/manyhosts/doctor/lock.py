@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Finding]:
-    """Where `hosts` depart from what was `kept`. One that was not there then is held to what the first one had."""
+    """Differences of `hosts` from what was `kept`. A host that was not there then is compared with the first one."""
     for host in hosts:
         if "packages" not in host:
             continue
@@ -92,7 +92,7 @@ def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
     )
     wheel = f"manyhosts-{host['manyhosts']}-py3-none-any.whl"
     recipe = (
-        f"# A container for training, with the versions of {NAME}. Beside it: requirements.lock and {wheel},\n"
+        f"# A container for training, with the versions of {NAME}. Next to it: requirements.lock and {wheel},\n"
         f"# which `pip wheel --no-deps .` makes in a clone of manyhosts.\n{note}"
         f"FROM python:{host['python']}-slim\n"
         "ARG PIP_EXTRA_INDEX_URL=\n"

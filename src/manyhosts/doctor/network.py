@@ -85,7 +85,7 @@ def _of_large_packets(pairs: Sequence[Facts]) -> Iterator[Finding]:
 
 def _of_slow_hosts(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[Finding]:
     if len(hosts) < 3:
-        return  # of two, nobody can say which is the slow one
+        return  # of two, either may be the slow one
     sending, taking = caps(hosts, pairs, "from"), caps(hosts, pairs, "to")
     for host in hosts:
         name = host["name"]
@@ -111,9 +111,7 @@ def _of_slow_hosts(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[F
 def _of_slow_pairs(hosts: Sequence[Facts], pairs: Sequence[Facts]) -> Iterator[Finding]:
     """Ways that are slower than what both of their ends can do."""
     sending, taking = caps(hosts, pairs, "from"), caps(hosts, pairs, "to")
-    if (
-        len(hosts) == 2 and pairs
-    ):  # what a host can do is not known from elsewhere: one direction is held against the other
+    if len(hosts) == 2 and pairs:  # what a host can do is not known from elsewhere: the two directions are compared
         sending = taking = {host["name"]: max(pair.get("bandwidth", 0) for pair in pairs) for host in hosts}
     for pair in pairs:
         if "bandwidth" not in pair:
@@ -222,7 +220,7 @@ def _of_equal_names(hosts: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(
                 level="warning",
                 check="names",
-                what=f"hosts {who} have the same name, {name}: logs and messages cannot tell them apart",
+                what=f"hosts {who} have the same name, {name}: logs and messages cannot distinguish them",
                 where=f"hosts {who}",
                 fix="give each a name of its own: `hostnamectl set-hostname NAME` there",
             )

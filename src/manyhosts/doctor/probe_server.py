@@ -1,4 +1,4 @@
-"""Where host probes report that open a connection to the doctor: whoever knows the examination's token is let in."""
+"""Where host probes report that open a connection to the doctor, and the hosts that have; each must know the token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from manyhosts.cluster.findings import Finding
 from manyhosts.control import tls
@@ -98,7 +99,7 @@ class Connected:
         self._channel.close()
 
     def _write(self, text: str) -> None:
-        with self._writing, contextlib.suppress(OSError):  # its end is told where the answer is awaited
+        with self._writing, contextlib.suppress(OSError):  # the wait for the answer reports its end
             self._channel.write(text)
 
     def _next(self, timeout_s: float) -> dict[str, Any]:
@@ -198,3 +199,57 @@ class ProbeServer:
                 self._came.append(Connected(channel, address))
                 return
         connection.close()
+
+
+T = TypeVar("T")
+Facts = dict[str, Any]
+
+
+class ReachedHosts:
+    """Those that still answer, and what is to be said of the others."""
+
+    def __init__(self, reached: Sequence[Reached]) -> None:
+        self.there = list(reached)
+        self.lost: list[Finding] = []
+
+    def of_all(self, question: str, **details: Any) -> dict[str, Any]:
+        """What every host answers, by name."""
+        return self.each(lambda each: each.asked.ask(question, **details))
+
+    def each(self, ask: Callable[[Reached], T], asked: Sequence[Reached] | None = None) -> dict[str, T]:
+        """What `ask` gives for every host, all at the same time, by name."""
+        asked = [each for each in (self.there if asked is None else asked) if each in self.there]
+        if not asked:
+            return {}
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda each: self._safely(each, ask), asked))
+        found = {}
+        for each, found_there in zip(asked, answers, strict=True):
+            if isinstance(found_there, LaunchError):
+                self._lose(each, found_there)
+            else:
+                found[each.name] = found_there
+        return found
+
+    @staticmethod
+    def at_once(act: Callable[[Facts], None], each: Sequence[Facts]) -> None:
+        """Do it for all at the same time."""
+        if each:
+            with ThreadPoolExecutor(len(each)) as pool:
+                list(pool.map(act, each))
+
+    def ask(self, each: Reached, question: str, **details: Any) -> Any:
+        """What one host answers; None where it is gone."""
+        return self.each(lambda one: one.asked.ask(question, **details), [each]).get(each.name)
+
+    @staticmethod
+    def _safely(each: Reached, ask: Callable[[Reached], T]) -> T | LaunchError:
+        try:
+            return ask(each)
+        except LaunchError as error:
+            return error
+
+    def _lose(self, each: Reached, error: LaunchError) -> None:
+        if each in self.there:
+            self.there.remove(each)
+            self.lost.append(unreachable(error, each.name))

@@ -157,7 +157,7 @@ class _Way:
 
         Raises:
             OSError: nothing came in time.
-            ValueError: whoever listens there does not know the token.
+            ValueError: what listens there does not know the token.
         """
         connection = self._socket
         connection.settimeout(_SILENCE_S)
@@ -166,7 +166,7 @@ class _Way:
         self._token, self._both = token, receive(connection, CHALLENGE_BYTES) + own
         connection.sendall(own + _proof(token, b"calls", self._both) + wish)
         if not hmac.compare_digest(receive(connection, _PROOF_BYTES), _proof(token, b"answers", self._both)):
-            raise ValueError("whoever listens there does not know the secret of this examination")
+            raise ValueError("what listens there does not know the secret of this examination")
         return connection
 
     def send_for(self, seconds: float) -> float:

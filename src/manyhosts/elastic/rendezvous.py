@@ -43,7 +43,7 @@ class Rendezvous:
         self.calls, self.world, self.work, self.most = calls, calls.world, work, most
         self.membership: Membership = calls.world.membership
         self.refused = ""
-        """Why nobody continues; empty where somebody does."""
+        """Why the run does not continue; empty where it does."""
 
     def make(self, once: Callable[[], None]) -> None:
         """Join the others where this worker comes late, and call `once` until all have done it together.
@@ -57,7 +57,7 @@ class Rendezvous:
             try:
                 self.check()
                 once()
-                self.world.barrier()  # nobody leaves before everybody has done its part
+                self.world.barrier()  # no worker leaves before all have done their part
             except Exception as error:
                 if not is_connection_error(error):
                     raise
@@ -66,7 +66,7 @@ class Rendezvous:
                 return
 
     def check(self) -> None:
-        """Raise CommunicationError where the group broke since the last call: no exchange would tell so."""
+        """Raise CommunicationError where the group broke since the last call, which no collective would report."""
         if self.world.is_broken:
             raise CommunicationError(
                 "workers were lost before this call", where="recovery", fix="see what was printed about the others"
@@ -90,8 +90,8 @@ class Rendezvous:
             ) from None
         try:
             self._meet(group, lost=False)
-        except NoWorkerHasState as nobody:
-            raise CommunicationError(str(nobody), where="recovery", fix="start it again") from None
+        except NoWorkerHasState as cause:
+            raise CommunicationError(str(cause), where="recovery", fix="start it again") from None
         except Exception as error:
             if not is_connection_error(error):
                 raise
@@ -103,8 +103,8 @@ class Rendezvous:
         `error`: what broke it; None where all is well, and somebody waits to join.
 
         Raises:
-            Passed: they have finished this call.
-            Exception: `error`, where nobody continues.
+            CallAlreadyFinished: they have finished this call.
+            Exception: `error`, where the run does not continue.
         """
         lost = False
         while True:
@@ -118,8 +118,8 @@ class Rendezvous:
                 raise error or _ended(self.refused) from None
             try:
                 self._meet(group, lost=lost)
-            except NoWorkerHasState as nobody:
-                raise error or _ended(str(nobody)) from None
+            except NoWorkerHasState as cause:
+                raise error or _ended(str(cause)) from None
             except Exception as again:
                 if not is_connection_error(again):
                     raise
@@ -150,8 +150,8 @@ class Rendezvous:
         else:
             work.settle(finished=progress[source].step > own.step)
             self.calls.hand_over(new, source, but=work.provider)
-            behind = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
-            state_transfer.pass_on(world, source, behind, work.state, work.take_state)
+            late = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
+            state_transfer.pass_on(world, source, late, work.state, work.take_state)
             work.met(group, source, progress)
         if work.records is not None:
             redone = max(0, max(each.tried for each in progress) - work.step)
@@ -198,7 +198,7 @@ def make(
     """Make a call that is made again from its beginning where workers are lost in it: all of them call `once`.
 
     Where the others have finished it, it gives what they have got; without an outcome, `once` is called alone.
-    `most`, `survives`: see `CollectiveCalls.begin`. `provider`: of the trainer whose run tells of losses; where that
+    `most`, `survives`: see `CollectiveCalls.begin`. `provider`: of the trainer whose run records losses; where that
     has begun none, the last run of the script does.
     """
     if not calls.begin(most=most, survives=survives):

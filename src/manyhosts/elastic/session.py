@@ -2,7 +2,7 @@
 
 The first of them lets workers go and come; from then on each has a number. Where workers are lost in a call, those
 that are left meet in a new group and make it again from where it stood: see `rendezvous`. A worker that comes late runs
-the script from its beginning. Of a call that the others have finished it is told what came out (`CallAlreadyFinished`),
+the script from its beginning. Of a call that the others have finished it gets the result (`CallAlreadyFinished`),
 and joins them in the first that they have not: there it is given what every trainer of the script holds.
 """
 
@@ -27,7 +27,7 @@ class CollectiveCalls:
         self.over = world.membership is None
         """Whether no worker continues without the others any more."""
         self.new = world.apart
-        """Whether this worker has yet to be given what the others hold."""
+        """Whether this worker has yet to be given the state of the others."""
         self._providers: weakref.WeakValueDictionary[int, StateProvider] = weakref.WeakValueDictionary()
 
     def add(self, number: int, provider: StateProvider) -> None:
@@ -64,7 +64,7 @@ class CollectiveCalls:
             membership.done(self.number, outcome)
 
     def fail(self) -> None:
-        """The call ended in a way that others know nothing of: nobody can find its place in this script any more."""
+        """The call ended in a way that others do not know of: this worker's place in the script is no longer known."""
         self.world.in_doubt = True
         self._withdraw()
 
@@ -87,6 +87,6 @@ class CollectiveCalls:
         self.new = False
 
     def _take(self, given: dict[str, Any]) -> None:
-        for number, held in given.items():
+        for number, state in given.items():
             if (provider := self._providers.get(int(number))) is not None:  # this worker may have let go of a trainer
-                provider.take_up(held)
+                provider.take_up(state)

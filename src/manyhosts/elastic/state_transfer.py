@@ -20,9 +20,9 @@ def pass_on(
 ) -> None:
     """Have each of `takers` call `take` with what `state` gives on worker `giver`. These call it, and others may."""
     if world.rank == giver and takers:
-        apart = flatten(state())
+        flat = flatten(state())
         for rank in takers:
-            transfer.give(world, rank, json.dumps(apart.nodes), apart.tensors)
+            transfer.give(world, rank, json.dumps(flat.nodes), flat.tensors)
     elif world.rank in takers:
         text, tensors = transfer.take(world, giver)
         take(unflatten(json.loads(text), tensors))
@@ -36,13 +36,13 @@ def gather(world: Collectives, own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     if world.size == 1:
         return [dict(own)]
-    apart, error = FlatState(None, {}, {}), None
+    flat, error = FlatState(None, {}, {}), None
     try:
-        apart = flatten(own)
+        flat = flatten(own)
     except SnapshotError as found:
         error = SnapshotError(found.what, where=f"rank {world.rank}", fix=found.fix)
-    reported = gather_plain(world, [apart.nodes, list(apart.tensors)], error)
-    rows = gather_lists(world, list(apart.tensors.values()))
+    reported = gather_plain(world, [flat.nodes, list(flat.tensors)], error)
+    rows = gather_lists(world, list(flat.tensors.values()))
     return [
         unflatten(nodes, dict(zip(names, row, strict=True))) for (nodes, names), row in zip(reported, rows, strict=True)
     ]

@@ -38,21 +38,21 @@ class WorkerProgress:
 
 
 def most_advanced(progress: Sequence[WorkerProgress]) -> int:
-    """The rank whose state is taken by those that are behind: of several that are level, the first that is not new."""
+    """The rank whose state the others take: of several that are level, the first that is not new."""
     return max(range(len(progress)), key=lambda rank: (progress[rank].reached, -progress[rank].new, -rank))
 
 
 class Records(Protocol):
-    """What is written and said of a run, as far as a change of the workers is told there."""
+    """What is written and printed of a run when its workers change."""
 
     def become_leader(self) -> None:
-        """Be the leader from now on, and tell what every worker knows and the last leader has not written."""
+        """Be the leader from now on, and record what every worker knows and the last leader has not written."""
 
     def tell(self, event: Event) -> None:
-        """Tell the listeners."""
+        """Pass `event` to the listeners."""
 
     def flush(self) -> bool:
-        """Have everything that was told on the disk. Whether it is there."""
+        """Have all events on the disk. Whether they are there."""
 
     def copy_records(self) -> None:
         """Where hosts share no disk, see that another one has the records, too. Every worker calls this."""
@@ -67,7 +67,7 @@ class StateProvider(Protocol):
 
     @property
     def step(self) -> int:
-        """Where that run stands."""
+        """The last step of that run."""
 
     def everything(self) -> dict[str, Any]:
         """All of it; the tensors are those in use."""
@@ -87,7 +87,7 @@ class RecoverableCall(Protocol):
 
     @property
     def since(self) -> float:
-        """When what is being done now was begun, by a clock that nobody sets (`time.monotonic`)."""
+        """When the current work began, by a monotonic clock (`time.monotonic`)."""
 
     @property
     def provider(self) -> StateProvider | None:
@@ -96,11 +96,11 @@ class RecoverableCall(Protocol):
 
     @property
     def records(self) -> Records | None:
-        """Where a change of the workers is told."""
+        """Where a change of the workers is recorded."""
 
     @property
     def step(self) -> int:
-        """Where the run stands that is told of it."""
+        """The last step of the run that records it."""
 
     @property
     def done(self) -> int:
@@ -124,7 +124,7 @@ class RecoverableCall(Protocol):
         return
 
     def begin(self) -> None:
-        """Nobody has come to the first step: begin, all together."""
+        """No worker has come to the first step: begin, all together."""
         return
 
     def settle(self, *, finished: bool) -> None:
@@ -132,7 +132,7 @@ class RecoverableCall(Protocol):
         return
 
     def state(self) -> dict[str, Any]:
-        """All that a worker behind this one lacks."""
+        """The state that a worker with fewer steps lacks."""
         return {}
 
     def take_state(self, given: Mapping[str, Any]) -> None:
@@ -145,10 +145,10 @@ class RecoverableCall(Protocol):
 
 
 class RestartedCall(RecoverableCall):
-    """A call that is made again from its beginning: what was held before it is held still."""
+    """A call that is made again from its beginning: the state from before it is still there."""
 
     def __init__(self, teller: Callable[[], StateProvider | None]) -> None:
-        """`teller`: whose records tell of a loss, asked when there is one."""
+        """`teller`: whose records report a loss, asked when there is one."""
         self._teller = teller
         self._since = time.monotonic()
 
@@ -159,12 +159,12 @@ class RestartedCall(RecoverableCall):
 
     @property
     def records(self) -> Records | None:
-        """Those that tell of it; None where there are none."""
+        """Those that report it; None where there are none."""
         teller = self._teller()
         return None if teller is None else teller.records
 
     @property
     def step(self) -> int:
-        """Where the run stands that tells of it."""
+        """The last step of the run that reports it."""
         teller = self._teller()
         return 0 if teller is None else max(0, teller.step)

@@ -27,7 +27,7 @@ def listen(address: str, port: int, *, backlog: int) -> socket.socket:
 
 
 def may_be_one(address: str) -> bool:
-    """Whether that can be an address, or a name that stands for one."""
+    """Whether that can be an address, or a host name."""
     return re.fullmatch(r"[\w.:%-]{1,253}", address, re.ASCII) is not None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import containers, hostfile, large_packets, remote_probe
+from manyhosts.hosts import containers, hostfile, remote_probe, ways
 from manyhosts.hosts.containers import Container
 
 CONNECT_S = 5
@@ -33,10 +33,10 @@ _START = (
 _QUIET_S, _AFTER_S = 3.0, 5.0
 """How long a host is waited for before it is seen whether a start file there reads what is sent; and then."""
 _CHOOSE = 'for python in "$@"; do command -v "$python" >/dev/null && exec "$python" -c "$0"; done; exit 127'
-"""For sh: start the first Python of several that there is, with the program that stands before them."""
+"""For sh: start the first available Python of several, with the program that comes before them."""
 
 _OPTIONS = (
-    *("-o", "BatchMode=yes"),  # nobody is there to type a password
+    *("-o", "BatchMode=yes"),  # no password can be typed
     *("-o", f"ConnectTimeout={CONNECT_S}"),
     *("-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3"),
@@ -73,7 +73,7 @@ _TROUBLES = [
     ),
     (
         _CLOSED,
-        "host {host} is up, but nobody listens on its port {port}",
+        "host {host} is up, but no server listens on its port {port}",
         "start the ssh server there, or give the right Port in ~/.ssh/config",
     ),
     (
@@ -84,16 +84,16 @@ _TROUBLES = [
 ]
 
 
-_QUIET = "what they do for people stands behind `[[ $- == *i* ]] || return` in ~/.bashrc"
+_QUIET = "commands for interactive use belong after `[[ $- == *i* ]] || return` in ~/.bashrc"
 _OF_SHELLS = [
     (
         _EATEN,
-        "the login shell of host {host} reads standard input itself, before what it is told to run can",
+        "the login shell of host {host} reads standard input itself, before its command can",
         f"see its start files there for `read`, `cat` or a question; {_QUIET}",
     ),
     (
         r"restricted: cannot|rbash: \S+: command not found",
-        "the login shell of host {host} is a restricted one (rbash), and does not run what it is told",
+        "the login shell of host {host} is a restricted one (rbash), and does not run our command",
         "give this user another shell there: `chsh -s /bin/bash`",
     ),
     (
@@ -102,7 +102,7 @@ _OF_SHELLS = [
         "take PYTHONHOME out of ~/.bashrc, ~/.profile and ~/.ssh/environment there",
     ),
 ]
-"""What start files of a host do to whoever is no person."""
+"""What start files of a host do to non-interactive shells."""
 
 
 class Unreachable(LaunchError):
@@ -172,7 +172,7 @@ class Connection:
         return Connection(self.host, self._folder, self._pythons, self._program, self.container)
 
     def inside(self, words: Sequence[str]) -> str:
-        """What the host's shell is told to run `words`: in the container, where there is one."""
+        """The command line for the host's shell that runs `words`: in the container, where there is one."""
         return shlex.join(words if self.container is None else self.container.command(words))
 
     def command(self, words: str, *options: str) -> list[str]:
@@ -263,7 +263,7 @@ class Connection:
 
     def _write(self, text: bytes) -> None:
         assert self._outpost.stdin is not None, "it was asked for as a pipe"
-        with self._writing, contextlib.suppress(OSError, ValueError):  # its end is told where the answer is awaited
+        with self._writing, contextlib.suppress(OSError, ValueError):  # the wait for the answer reports its end
             self._outpost.stdin.write(text)
             self._outpost.stdin.flush()
 
@@ -325,7 +325,7 @@ class Connection:
         code = self._outpost.wait()
         self._readers[1].join(timeout=5)
         error = trouble(self.host, code, "\n".join(self._errors), self._pythons, self.container)
-        if isinstance(error, Lost) and large_packets.are_lost(self._destination, self._port):
+        if isinstance(error, Lost) and ways.are_lost(self._destination, self._port):
             return LaunchError(
                 f"small packets reach host {self.host}, and large ones do not",
                 where=error.where,
@@ -348,7 +348,7 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: 
         return error
     if code == 0:
         return LaunchError(
-            f"the login shell of host {host} ends before it runs what it is told",
+            f"the login shell of host {host} ends before it runs our command",
             where=where,
             fix=f"see its start files there for `exit` or `exec`; {_QUIET}",
         )

@@ -45,7 +45,7 @@ class Container:
         return self.image.startswith("/")
 
     def command(self, words: Sequence[str], text: str = "") -> list[str]:
-        """What starts `words` on a host, in a container. `text` stands for the script until that is filled in."""
+        """What starts `words` on a host, in a container. `text` is a placeholder until the script is filled in."""
         return ["sh", "-c", text or script(), *self._arguments(), *words]
 
     def looked_after(self, words: Sequence[str]) -> list[str]:
@@ -53,7 +53,7 @@ class Container:
         return ["sh", "-c", _LOOK, self.image, *words]
 
     def srun_options(self) -> list[str]:
-        """What srun is told where it starts the container itself, by Pyxis."""
+        """The options of srun where it starts the container itself, by Pyxis."""
         mounts = [*self._own_mounts(), *self.mounts]
         return [
             f"--container-image={self.image}",
@@ -93,7 +93,7 @@ _LOOK = " ".join(
 
 
 def script() -> str:
-    """What a host's shell is told, on one line: a csh takes no line break in a word."""
+    """The script for a host's shell, on one line: a csh takes no line break in a word."""
     text = importlib.resources.files(__package__).joinpath(SCRIPT).read_text()
     lines = (line.strip() for line in text.splitlines())
     return " ".join(line for line in lines if line and not line.startswith("#"))
@@ -105,7 +105,7 @@ def files() -> dict[str, str]:
 
 
 def known_as(facts: Mapping[str, Any]) -> frozenset[str]:
-    """The words by which the image is known on a host, of what the host has told of itself; the runtime is no such."""
+    """The words by which the image is known on a host, from the facts of the host; the runtime is not one of them."""
     return frozenset(facts.get("image", "").split()[1:])
 
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-Tell = Callable[[int], object]
-"""Is told how many bytes more have been read."""
+Progress = Callable[[int], object]
+"""Called with the number of further bytes read."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -26,7 +26,7 @@ class Hashes:
             self._known = known if isinstance(known, dict) else {}
         self._is_new = False
 
-    def of(self, path: Path, tell: Tell | None = None) -> str:
+    def of(self, path: Path, progress: Progress | None = None) -> str:
         """The hash of what a file holds, as 64 hexadecimal digits.
 
         Raises:
@@ -36,10 +36,10 @@ class Hashes:
         name, stamp = str(path), [state.st_size, state.st_mtime_ns, state.st_ino]
         known = self._known.get(name)
         if isinstance(known, list) and known[:-1] == stamp:
-            if tell is not None:
-                tell(state.st_size)
+            if progress is not None:
+                progress(state.st_size)
             return str(known[-1])
-        digest = hash_of(path, tell)
+        digest = hash_of(path, progress)
         self._known[name] = [*stamp, digest]
         self._is_new = True
         return digest
@@ -55,7 +55,7 @@ class Hashes:
             half.replace(self._cache)
 
 
-def hash_of(path: Path, tell: Tell | None = None) -> str:
+def hash_of(path: Path, progress: Progress | None = None) -> str:
     """The SHA-256 of what a file holds.
 
     Raises:
@@ -65,8 +65,8 @@ def hash_of(path: Path, tell: Tell | None = None) -> str:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            if tell is not None:
-                tell(len(chunk))
+            if progress is not None:
+                progress(len(chunk))
     return digest.hexdigest()
 
 

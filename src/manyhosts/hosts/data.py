@@ -1,7 +1,7 @@
 """Brings data to hosts by what it holds: each content once, and never again to a host that has it.
 
 Files are compared by hash, so neither times nor names matter. What a lost connection leaves half done continues from
-there, and a file gets its name when it is whole.
+there, and a file gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Data:
         files: dict[str, File] = {}
         reported, read = time.monotonic(), 0
 
-        def tell(count: int) -> None:
+        def report(count: int) -> None:
             nonlocal reported, read
             read += count
             if time.monotonic() - reported > _TELL_S:
@@ -74,7 +74,7 @@ class Data:
             for path in _below(folder, word):
                 try:
                     state = (folder / path).stat()
-                    digest = hashes.of(folder / path, tell)
+                    digest = hashes.of(folder / path, report)
                 except OSError as cause:
                     raise ConfigError(
                         f"{path} cannot be read: {cause.strerror}",
@@ -130,30 +130,30 @@ def bring(connection: Connection, python: str, data: Data, warn: Warn) -> int:
     with _Line(connection, python) as line:
         files = {path: [file.size, file.digest, file.changed_ns] for path, file in data.files.items()}
         line.say({"folder": str(data.folder), "files": files})
-        found = line.hear()
+        found = line.read()
         while "hashed" in found:
             warn(f"manyhosts: {host} has read {bytes_in_words(found['hashed'])} of what it has already")
-            found = line.hear()
+            found = line.read()
         sizes = {file.digest: file.size for file in data.files.values()}
         lacks: dict[str, int] = {
             digest: start if start <= sizes[digest] else 0 for digest, start in found["lacks"].items()
         }
         _see_that_it_fits(host, data, found, sum(sizes[digest] - start for digest, start in lacks.items()))
-        total = _tell_what_goes(host, data, lacks, sizes, warn)
+        total = _report_transfer(host, data, lacks, sizes, warn)
         gone, reported = 0, time.monotonic()
         paths = data.paths()
         for digest, start in lacks.items():
             line.say({"sha256": digest, "size": sizes[digest], "from": start})
             for chunk in _chunks(data.folder / paths[digest], start, sizes[digest]):
                 if not line.send(chunk):
-                    break  # the connection is lost, which is told below
+                    break  # the connection is lost, which is reported below
                 gone += len(chunk)
                 if time.monotonic() - reported > _TELL_S:
                     reported = time.monotonic()
                     warn(f"manyhosts: {bytes_in_words(gone)} of {bytes_in_words(total)} of the data are on {host}")
-            line.hear()
+            line.read()
         line.say({"end": True})
-        line.hear()
+        line.read()
     return gone
 
 
@@ -174,15 +174,15 @@ def _see_that_it_fits(host: str, data: Data, found: Mapping[str, Any], total: in
         )
 
 
-def _tell_what_goes(host: str, data: Data, lacks: Mapping[str, int], sizes: Mapping[str, int], warn: Warn) -> int:
+def _report_transfer(host: str, data: Data, lacks: Mapping[str, int], sizes: Mapping[str, int], warn: Warn) -> int:
     total = sum(sizes[digest] - start for digest, start in lacks.items())
-    whole = f"{len(data.files)} files of data, {bytes_in_words(data.size)}"
+    every = f"{len(data.files)} files of data, {bytes_in_words(data.size)}"
     if not lacks:
-        warn(f"manyhosts: {host} has all {whole}: nothing is sent")
+        warn(f"manyhosts: {host} has all {every}: nothing is sent")
         return 0
     begun = sum(lacks.values())
     rest = f", continuing after {bytes_in_words(begun)} that came before" if begun else ""
-    warn(f"manyhosts: {whole}: {bytes_in_words(total)} go to {host}{rest}")
+    warn(f"manyhosts: {every}: {bytes_in_words(total)} go to {host}{rest}")
     if total > MUCH_BYTES:
         paths = data.paths()
         largest = sorted(lacks, key=lambda digest: -sizes[digest])[:_NAMED]
@@ -252,7 +252,7 @@ class _Line:
         self.send(json.dumps(content).encode() + b"\n")
 
     def send(self, words: bytes) -> bool:
-        """Send bytes. Returns whether the other side is there; why it is not is told where its answer is awaited."""
+        """Send bytes. Returns whether the other side is there; if not, the wait for the answer reports why."""
         try:
             self._stdin.write(words)
             self._stdin.flush()
@@ -260,7 +260,7 @@ class _Line:
             return False
         return True
 
-    def hear(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """The next answer.
 
         Raises:

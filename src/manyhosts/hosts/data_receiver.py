@@ -1,12 +1,12 @@
 """Takes data on one host: a program that is sent through ssh, and needs Python alone.
 
-It is told which files there are to be (path, size, hash), says which contents it lacks, and takes those:
+It receives the list of files that there are to be (path, size, hash), says which contents it lacks, and takes those:
 
     to it    {"folder", "files": {path: [size, sha256, time of the last change in ns]}}     one line
     from it  {"hashed": bytes}                                    now and then, while it reads what is there
     from it  {"lacks": {sha256: bytes that have come before}, "free": bytes, "others": [path]}
     to it    {"sha256", "size", "from": bytes} and the bytes      for each content that it lacks; then {"end": true}
-    from it  {"has": sha256}                                      when it is whole and on the disk
+    from it  {"has": sha256}                                      when it is complete and on the disk
     from it  {"placed": number of files}                          or, at any time, {"trouble": text}
 
 What has come of a content stays when the connection is lost, and the next one continues from there.
@@ -85,7 +85,7 @@ class DataReceiver:
         if _hash(half, lambda _: None) != digest:
             os.unlink(half)
             raise OSError("it has changed while it was brought, or came to harm on its way")
-        os.replace(half, self._whole(digest))
+        os.replace(half, self._complete(digest))
         self._say({"has": digest})
 
     def place(self) -> int:
@@ -98,7 +98,7 @@ class DataReceiver:
         for path in missing:
             digest = self._files[path][1]
             os.makedirs(os.path.dirname(self._path(path)), exist_ok=True)
-            if os.path.exists(self._whole(digest)):
+            if os.path.exists(self._complete(digest)):
                 staged.append(path)
             else:
                 shutil.copyfile(self._path(self._where(digest)), f"{self._path(path)}.manyhosts-half")
@@ -107,11 +107,11 @@ class DataReceiver:
             self._name(f"{self._path(path)}.manyhosts-half", path)
         last = {self._files[path][1]: path for path in staged}
         for path in staged:
-            whole = self._whole(self._files[path][1])
+            source = self._complete(self._files[path][1])
             if last[self._files[path][1]] != path:
-                shutil.copyfile(whole, f"{self._path(path)}.manyhosts-half")
-                whole = f"{self._path(path)}.manyhosts-half"
-            self._name(whole, path)
+                shutil.copyfile(source, f"{self._path(path)}.manyhosts-half")
+                source = f"{self._path(path)}.manyhosts-half"
+            self._name(source, path)
         self._keep()
         return len(self._files)
 
@@ -170,7 +170,7 @@ class DataReceiver:
         with contextlib.suppress(OSError):
             return os.path.getsize(self._half(digest))
         with contextlib.suppress(OSError):
-            os.replace(self._whole(digest), self._half(digest))  # it was whole, and never placed
+            os.replace(self._complete(digest), self._half(digest))  # it was complete, and never placed
             return os.path.getsize(self._half(digest))
         return 0
 
@@ -186,16 +186,16 @@ class DataReceiver:
     def _half(self, digest: str) -> str:
         return os.path.join(self._store, f"{digest}.half")
 
-    def _whole(self, digest: str) -> str:
+    def _complete(self, digest: str) -> str:
         return os.path.join(self._store, digest)
 
 
-def _hash(path: str, tell: Callable[[int], None]) -> str:
+def _hash(path: str, report: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            tell(len(chunk))
+            report(len(chunk))
     return digest.hexdigest()
 
 

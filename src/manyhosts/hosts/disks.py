@@ -15,13 +15,13 @@ from manyhosts.hosts.connection import Connection
 
 T = TypeVar("T")
 HERE = -1
-"""The number of this machine, beside those of nodes."""
+"""The number of this machine, next to those of nodes."""
 MARKS = f"{remote_probe.MARK_OF_DISK}*"
 """A pattern of such files, which are brought nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FolderFacts:
     """What one machine finds in a folder."""
 
     mark: str
@@ -31,7 +31,7 @@ class Look:
     stamp: Sequence[int]
     """See `remote_probe.stamp`."""
 
-    def shares_with(self, other: Look) -> bool:
+    def shares_with(self, other: FolderFacts) -> bool:
         """Whether both look at one folder. Where neither may write to it, its number and time decide."""
         if self.mark or other.mark:
             return (self.mark in other.marks) if self.mark else (other.mark in self.marks)
@@ -56,9 +56,9 @@ class Disks:
         Raises:
             LaunchError: a host does not answer.
         """
-        folders = _first_alike(self._look(self._folder, hosts, "folder"))
+        folders = _first_alike(self._inspect(self._folder, hosts, "folder"))
         self._unmark(self._folder, hosts, "folder")
-        firsts = _first_alike(self._look(self._run_dir, hosts, "record"))
+        firsts = _first_alike(self._inspect(self._run_dir, hosts, "record"))
         numbers = {first: next(self._fresh) for first in dict.fromkeys(firsts.values())}
         self._of = {node: numbers[first] for node, first in firsts.items()}
         return folders
@@ -69,7 +69,7 @@ class Disks:
         Raises:
             LaunchError: a host does not answer.
         """
-        self._look(self._run_dir, hosts, "record")
+        self._inspect(self._run_dir, hosts, "record")
         self._of = dict(known)
         self._fresh = itertools.count(max(known.values(), default=-1) + 1)
 
@@ -84,9 +84,9 @@ class Disks:
         Raises:
             LaunchError: it does not answer.
         """
-        folders = _first_alike(self._look(self._folder, {node: host}, "folder"))
+        folders = _first_alike(self._inspect(self._folder, {node: host}, "folder"))
         self._unmark(self._folder, {node: host}, "folder")
-        looks = self._look(self._run_dir, {node: host}, "record")
+        looks = self._inspect(self._run_dir, {node: host}, "record")
         others = {self._name(other, "record"): disk for other, disk in self._of.items() if other != node}
         alike = [disk for name, disk in others.items() if name in looks[node].marks]
         self._of[node] = alike[0] if alike else next(self._fresh)
@@ -100,13 +100,13 @@ class Disks:
         """Take away what this machine has left in its run directory; hosts do that when their remote probes end."""
         remote_probe.remove_marker(self._run_dir, self._name(HERE, "record"))
 
-    def _look(self, folder: str, hosts: Mapping[int, Connection], what: str) -> dict[int, Look]:
+    def _inspect(self, folder: str, hosts: Mapping[int, Connection], what: str) -> dict[int, FolderFacts]:
         names = {node: self._name(node, what) for node in hosts}
         here = self._name(HERE, what) if remote_probe.write_marker(folder, self._name(HERE, what)) else ""
         left = _of_all(hosts, lambda node, host: host.ask("mark", folder=folder, name=names[node]))
         seen = _of_all(hosts, lambda node, host: host.ask("marks", folder=folder))
-        looks = {node: Look(names[node] if left[node] else "", *seen[node]) for node in hosts}
-        return {HERE: Look(here, *remote_probe.find_markers(folder)), **looks}
+        looks = {node: FolderFacts(names[node] if left[node] else "", *seen[node]) for node in hosts}
+        return {HERE: FolderFacts(here, *remote_probe.find_markers(folder)), **looks}
 
     def _unmark(self, folder: str, hosts: Mapping[int, Connection], what: str) -> None:
         remote_probe.remove_marker(folder, self._name(HERE, what))
@@ -116,7 +116,7 @@ class Disks:
         return f"{remote_probe.MARK_OF_DISK}{self._run}-{what}-{'here' if node == HERE else node}"
 
 
-def _first_alike(looks: Mapping[int, Look]) -> dict[int, int]:
+def _first_alike(looks: Mapping[int, FolderFacts]) -> dict[int, int]:
     """Of each machine the first, by number, that sees the same folder."""
     return {
         node: next(other for other in sorted(looks) if other == node or look.shares_with(looks[other]))

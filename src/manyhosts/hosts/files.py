@@ -176,7 +176,7 @@ class _Choice:
 
 
 def ignored_by_git(folder: Path) -> frozenset[str]:
-    """Paths below `folder` that git ignores: files, and folders that it ignores as a whole.
+    """Paths below `folder` that git ignores: files, and entire folders.
 
     Outside a checkout, which may be a copy of one, what the files `.gitignore` there say.
     """

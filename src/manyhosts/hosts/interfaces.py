@@ -22,7 +22,7 @@ class Interface:
 
 
 def with_address(interfaces: Sequence[Mapping[str, str]], address: str) -> Interface | None:
-    """The interface that has `address`, from what a host has told of itself."""
+    """The interface that has `address`, from the facts of a host."""
     for one in interfaces:
         if one["address"] == address:
             return Interface(name=one["name"], address=address, kind=one["kind"])

@@ -29,7 +29,7 @@ def listen(address: str, ports: Range | None, *, backlog: int, what: str) -> soc
 
 
 def reserve(address: str, ports: Range | None, *, what: str) -> socket.socket:
-    """A socket that has a free port, as `listen` chooses it, and does not listen yet: nobody else gets that port.
+    """A socket that has a free port, as `listen` chooses it, and does not listen yet: no other process gets that port.
 
     Raises:
         LaunchError: the range has none that is free; `what` is what was to listen.

@@ -2,7 +2,7 @@
 
 It prints what it finds on lines that begin with `manyhosts-probe `, each a JSON object, and takes questions as JSON
 objects on its standard input, one on each line. It ends when its input does: when the launcher is gone. The standard
-library of Python 3.8 is enough for it: hosts with an old one are told of. The doctor's probe uses `serve`, too.
+library of Python 3.8 is enough for it: hosts with an old one are reported. The doctor's probe uses `serve`, too.
 """
 
 from __future__ import annotations
@@ -299,9 +299,9 @@ COMMANDS: Mapping[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Say what this host is, then answer until nobody asks any more."""
-    held: list[socket.socket] = []
-    deeds = {**COMMANDS, "listen": lambda address, ports: listen(address, ports, held)}
+    """Say what this host is, then answer until standard input ends."""
+    reserved: list[socket.socket] = []
+    deeds = {**COMMANDS, "listen": lambda address, ports: listen(address, ports, reserved)}
     serve(sys.stdin, sys.stdout, facts(), deeds, remove_markers)
 
 
@@ -339,12 +339,12 @@ def serve(
             question = asked.pop("ask")
             try:
                 if question not in deeds:
-                    raise ValueError(f"nobody here knows what {question!r} is")
+                    raise ValueError(f"{question!r} is not known here")
                 say({"answer": deeds[question](**asked)})
             except Exception as error:
                 say({"trouble": _in_words(error)})
     except OSError:
-        pass  # whoever asked is gone
+        pass  # the other side is gone
     finally:
         close()
 

@@ -40,7 +40,7 @@ def see_that_each_is_named_once(facts: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def see_that_images_agree(facts: Mapping[str, Mapping[str, Any]], container: Container) -> None:
-    """See that every host (name → what it told) has the same image under the name that was given.
+    """See that every host (name → its facts) has the same image under the name that was given.
 
     Raises:
         LaunchError: one has another.
@@ -55,7 +55,7 @@ def see_that_images_agree(facts: Mapping[str, Mapping[str, Any]], container: Con
 
 
 def different_images(facts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of hosts (name → what it told) with different images: one that has what most have, and one that has not.
+    """Pairs of hosts (name → its facts) with different images: one that has what most have, and one that has not.
 
     Two images are the same where the words by which their hosts know them have one in common: Docker and Podman, and
     an image that was pulled and one that was loaded from a file, have some words of their own.
@@ -75,7 +75,7 @@ def image_of(found: Mapping[str, Any]) -> str:
 def see_that_they_agree(
     facts: Mapping[str, Mapping[str, Any]], mine: Mapping[str, str], container: Container | None = None
 ) -> None:
-    """See that every host (name → what it told) has the same packages.
+    """See that every host (name → its facts) has the same packages.
 
     Patches of Python may differ (3.11.2 and 3.11.7), and so may builds of torch (2.13.0+cpu and 2.13.0+cu130). What is
     in a container may have another Python and another torch than this machine has.

@@ -59,7 +59,7 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """What tells this lab from others on this machine."""
+        """The name by which this lab is distinguished from others on this machine."""
         return self.path.name
 
     @property
@@ -88,14 +88,14 @@ class Folder:
         (self.path / "known_hosts").write_text("".join(known))
         lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
         (self.path / "hosts").write_text("\n".join(lines) + "\n")
-        (self.path / "resolv.conf").write_text("# A lab knows its own hosts and nobody else.\n")
+        (self.path / "resolv.conf").write_text("# A lab knows its own hosts only.\n")
         names = " ".join(
             [*(name for name in addresses if name != desk), *addresses.values(), *map(sixth, addresses.values())]
         )
         (self.path / "ssh_config").write_text(_SSH_CONFIG.format(names=names, folder=self.path))
 
     def remove(self) -> None:
-        """Leave nothing behind. Safe to call twice."""
+        """Remove everything. Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:  # closed once only: the number may belong to another file by now
             os.close(self._lock)
@@ -105,7 +105,7 @@ class Folder:
 
 
 def python_path() -> dict[str, str]:
-    """Where this process was told to look for packages: hosts that are equal to this machine are told so too."""
+    """Where this process looks for packages: hosts that are equal to this machine look there, too."""
     return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
@@ -135,7 +135,7 @@ def _locked(path: Path) -> int:
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether nobody holds the lock. The kernel lets go of it when the owner ends, however that happens."""
+    """Whether no process has the lock. The kernel releases it when the owner ends, however that happens."""
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

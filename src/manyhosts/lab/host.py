@@ -36,7 +36,7 @@ class HostSpec:
     is_desk: bool = False
     """Whether it is where the user sits: with this machine's disk, and no ssh server."""
     empty: tuple[str, ...] = ()
-    """Folders, without the leading slash, that it has empty beside the usual ones."""
+    """Folders, without the leading slash, that it has empty in addition to the usual ones."""
     shown: tuple[str, ...] = ()
     """Folders that it sees as they are on this machine, also below one that is its own."""
     shared: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Host:
     def start(
         self, words: Sequence[str], *, folder: str = "/root", env: Mapping[str, str] | None = None, **more: Any
     ) -> subprocess.Popen[str]:
-        """Start a command there, as after a login: `env` beside a login's variables. `more` is for Popen."""
+        """Start a command there, as after a login: `env` is added to a login's variables. `more` is for Popen."""
         more.setdefault("stdin", subprocess.DEVNULL)
         self._entered = [each for each in self._entered if each.poll() is None]
         self._entered.append(subprocess.Popen(self.command(words, folder=folder, env=env), text=True, **more))
@@ -174,7 +174,7 @@ class Host:
         if self._machine.poll() is not None:
             return
         with contextlib.suppress(ConfigError):
-            self._switch.cut(self._wishes.port)  # first, or its kernel would still tell the others
+            self._switch.cut(self._wishes.port)  # first, or its kernel would still inform the others
         try:
             self._machine.communicate(timeout=10)  # its first process ends with its input, and takes all others along
         except subprocess.TimeoutExpired:
@@ -204,7 +204,7 @@ class Host:
             process_group=0,  # Ctrl-C is for what runs in the lab, not for the lab
         )
         assert self._machine.stdin is not None, "it was asked for as a pipe"
-        self.process = int(self._hear() or 0)
+        self.process = int(self._read_line() or 0)
         if self.process:
             self._namespace = os.readlink(f"/proc/{self.process}/ns/pid")
             self._switch.plug_in(spec.port, self.process, spec.address, spec.rate)
@@ -217,14 +217,14 @@ class Host:
         Raises:
             ConfigError: it did not come up.
         """
-        if not self.process or self._hear() != "ready":
+        if not self.process or self._read_line() != "ready":
             raise ConfigError(
                 "a host of the lab did not start",
                 where=self.name,
                 fix="what was printed above says what it missed; a lab needs root and the overlay file system",
             )
 
-    def _hear(self) -> str:
+    def _read_line(self) -> str:
         assert self._machine.stdout is not None, "it was asked for as a pipe"
         return self._machine.stdout.readline().strip()
 

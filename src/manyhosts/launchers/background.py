@@ -1,9 +1,10 @@
-"""Runs that continue without a terminal where no engine keeps them: their head is a process on this machine.
+"""Job handles (`slurm://4711`, `local:///home/me/runs/first`), and runs in the background where no engine keeps jobs.
 
     python -P -m manyhosts.launchers.background TARGET RUN_DIR/detached/job.json
 
-It holds a lock for as long as it lives, so nobody takes another process with its number for it. What it prints is in
-`logs/detached.log` of the run directory, how it ended in `detached/state.json`.
+Such a run's head is a process on this machine. It holds a lock for as long as it lives, so another process with its
+number is not mistaken for it. What it prints is in `logs/detached.log` of the run directory, how it ended in
+`detached/state.json`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from manyhosts.control import job_file
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.launchers import detached
-from manyhosts.launchers.detached import Status
+from manyhosts.launchers.detached import Jobs, Status
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
@@ -78,7 +79,7 @@ class Background:
             if head.stdout.readline() != _READY:
                 head.wait()
                 raise LaunchError("the head did not start", where=shlex.join(words), fix=f"{log} says why")
-        head.returncode = 0  # it continues by itself: nobody is to warn that it still runs
+        head.returncode = 0  # it continues by itself: no warning that it still runs
         return str(plan.job.run_dir)
 
     def status(self, name: str) -> Status:
@@ -155,7 +156,7 @@ def main(words: list[str] | None = None) -> int:
 
     note("running")
     os.write(1, _READY)
-    os.dup2(2, 1)  # the log from now on: whoever waited for the word reads no more
+    os.dup2(2, 1)  # the log from now on: the process that waited for the word reads no more
     try:
         code = engine.run(job)
         note({0: "done", 130: "cancelled"}.get(code, "failed"), "" if code in (0, 130) else f"exit code {code}", code)
@@ -167,7 +168,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _found(target: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """The run directory that a name stands for, and what its head has written down."""
+    """The run directory of a run's name, and what its head has written down."""
     run_dir = Path(name).absolute()
     handle = f"{target}://{name}"
     if not (run_dir / "detached" / "state.json").exists():
@@ -205,7 +206,7 @@ def _hold(folder: Path) -> BinaryIO | None:
             if time.monotonic() > deadline:
                 file.close()
                 return None
-            time.sleep(0.01)  # somebody looks whether it is held
+            time.sleep(0.01)  # another process tests the lock
         else:
             return file
 
@@ -222,3 +223,24 @@ def _is_held(folder: Path) -> bool:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def jobs_of(engine: Engine) -> Jobs:
+    """Who keeps the jobs of `engine`: itself, or where it keeps none a process on this machine."""
+    return cast(Jobs, engine) if isinstance(engine, Jobs) else Background(engine)
+
+
+def of_handle(handle: str) -> tuple[Jobs, str]:
+    """The engine of a handle such as `slurm://4711`, and the job's name there.
+
+    Raises:
+        ConfigError: this is no handle.
+    """
+    kind, separator, name = handle.partition("://")
+    if not separator or not name or kind not in LAUNCHERS.names():
+        raise ConfigError(
+            f"{handle!r} is no handle of a job",
+            where="HANDLE",
+            fix="give what `manyhosts run --detach` printed, such as slurm://4711",
+        )
+    return jobs_of(LAUNCHERS.load(kind)()), name

@@ -21,7 +21,7 @@ def check(target: str, job: Job, known: Mapping[str, str], *, encrypts: bool = F
     """
     if job.encrypt and not encrypts:
         raise ConfigError(
-            f"--encrypt required, but {target} does not tell which links it uses",
+            f"--encrypt required, but {target} does not report which links it uses",
             where="--encrypt",
             fix="start the run with --on ssh, which looks at the links, or leave --encrypt out",
         )
@@ -51,14 +51,14 @@ def yes(given: Mapping[str, str], key: str, *, default: bool) -> bool:
 
 
 def count(given: Mapping[str, str], key: str, default: int) -> int:
-    """A whole number among the options, 1 or more.
+    """An integer among the options, 1 or more.
 
     Raises:
         ConfigError: it is none.
     """
     value = given.get(key, str(default))
     if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(f"{key} is {value!r}", where=f"-o {key}={value}", fix="give a whole number, 1 or more")
+        raise ConfigError(f"{key} is {value!r}", where=f"-o {key}={value}", fix="give an integer, 1 or more")
     return int(value)
 
 
@@ -104,7 +104,7 @@ def see_that_gpus_are_used(job: Job) -> None:
     """
     count = gpus(job.options)
     if not count.isdecimal():
-        raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
+        raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give an integer")
     if job.check and job.workers_are_chosen and job.workers_per_node == 1 < int(count):
         raise ConfigError(
             f"every node gets {count} GPUs, and one worker that uses one of them",

@@ -84,7 +84,7 @@ def of(job: Job, runtimes: Sequence[str]) -> Container | None:
 
 
 def _image(job: Job, runtime: str, runtimes: Sequence[str]) -> str:
-    """The image as hosts are told it: a file by its absolute path."""
+    """The image as hosts get it: a file by its absolute path."""
     image = job.options[IMAGE]
     is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
     if is_file and not _NO_PATH.search(image):

@@ -24,7 +24,7 @@ _ENDS = {"done": 0, "failed": 1, "cancelled": 130, "unknown": 3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """How a job stands."""
+    """The state of a job."""
 
     state: State
     reason: str = ""
@@ -34,7 +34,7 @@ class Status:
     log: str = ""
     """Where its output is kept."""
     code: int | None = None
-    """Its exit code, where the engine tells it."""
+    """Its exit code, where the engine reports it."""
 
     @property
     def over(self) -> bool:
@@ -65,7 +65,7 @@ class Jobs(Protocol):
         """
 
     def status(self, name: str) -> Status:
-        """How it stands. A job that nobody knows any more is `unknown`.
+        """Its state. A job that the engine no longer knows is `unknown`.
 
         Raises:
             LaunchError: the engine was not reached.
@@ -109,7 +109,7 @@ def send_and_follow(
     name = ""
     with _Interrupts() as interrupts:
         try:
-            with interrupts.held():
+            with interrupts.deferred():
                 name = jobs.send(plan)
                 display.say(f"manyhosts: sent as {target}://{name}")
             return _follow(jobs, name, display, wait)
@@ -124,7 +124,7 @@ def send_and_follow(
                 display.warn(f"manyhosts: interrupted before {target} had answered: see there whether it has the job")
                 return 130
             display.warn("manyhosts: the job is being cancelled")
-            with contextlib.suppress(KeyboardInterrupt), interrupts.held():
+            with contextlib.suppress(KeyboardInterrupt), interrupts.deferred():
                 jobs.cancel(name)
             return 130
 
@@ -171,7 +171,7 @@ class _Interrupts:
             signal.signal(number, before)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """The first signal waits for the end of this block: what is done here is undone only when it is done.
 
         A second one does not wait, for the engine may take minutes to answer.

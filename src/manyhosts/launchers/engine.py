@@ -1,7 +1,7 @@
 """An engine: one way to start a job on hosts. What each states about itself, and what all of them share.
 
 An engine that starts agents by a command needs `hosts` and `command` alone; one that keeps jobs has `send`, `status`,
-`logs` and `cancel` beside them (`detached.Jobs`). Everything else has a default. Other packages add theirs by an entry
+`logs` and `cancel` as well (`detached.Jobs`). Everything else has a default. Other packages add theirs by an entry
 point in the group `manyhosts.launchers`.
 """
 
@@ -28,7 +28,7 @@ from manyhosts.launchers import choices, container_options, detached
 from manyhosts.launchers.detached import Jobs
 
 SECRET = Later("token", HIDDEN)
-"""What tells the agents of a run from strangers."""
+"""The secret by which the agents of a run are recognised."""
 
 
 class Engine:
@@ -51,7 +51,7 @@ class Engine:
     ADDRESS: ClassVar[str] = variables.CHOSEN_AT_START
     """Where workers find the first host, as far as that is known before."""
     NODE_NUMBER: ClassVar[str] = ""
-    """The variable in which it tells processes that one command has started which of them they are, from 0."""
+    """The variable with the number, from 0, of each process that one command has started."""
     ONE_COMMAND: ClassVar[bool] = True
     """Whether one command starts the agents of all hosts; else each is started by a command of its own."""
     TASK_VARIABLES: ClassVar[Sequence[str]] = ()
@@ -62,7 +62,7 @@ class Engine:
     """Set for the command that starts agents."""
 
     def __init__(self, present: Mapping[str, str] | None = None, wait: Callable[[float], None] = time.sleep) -> None:
-        """`present` are the variables that tell whether this is inside an allocation, say; by default those here."""
+        """`present` are the variables that show whether this is inside an allocation, say; by default those here."""
         self._present = os.environ if present is None else present
         self._wait = wait
 
@@ -81,7 +81,7 @@ class Engine:
         raise NotImplementedError
 
     def allocation(self, job: Job) -> Sequence[str]:
-        """The command that gets hosts as `job` would, and runs what is written behind it there; none if needless."""
+        """The command that gets hosts as `job` would, and runs the command that follows it there; none if needless."""
         return ()
 
     @property
@@ -152,7 +152,7 @@ class Engine:
             LaunchError: a host could not be reached, or the engine refused.
             ManyhostsError: workers failed; the error is that of the one that failed first.
         """
-        # Here, for whoever only asks after a job does not wait for what heads need to be loaded.
+        # Here, because commands that only ask after a job should not wait for what heads need to be loaded.
         from manyhosts.launchers import placed
 
         if not plan.hosts:  # the engine keeps the job, and the head runs where it places it
@@ -213,7 +213,7 @@ class Engine:
         return words, {path: job_file.shown(job)}
 
     def write_files(self, plan: Plan) -> None:
-        """Write the files of a job that is to be queued, where nobody else may read them.
+        """Write the files of a job that is to be queued, readable by their owner alone.
 
         Raises:
             ConfigError: this is inside an allocation, where nothing is queued.

@@ -1,6 +1,6 @@
 """Workers on this machine and on hosts that come by themselves: `manyhosts join` is typed there.
 
-For hosts that this machine cannot reach by ssh: behind an address translation, or where its user has no login. They
+For hosts that this machine cannot reach by ssh: with address translation (NAT), or where its user has no login. They
 call this machine, at an address that may be another one than it listens at.
 """
 
@@ -27,7 +27,7 @@ from manyhosts.control.head.agent_starter import StartAgent
 from manyhosts.control.head.run import Head
 from manyhosts.control.head.state import PORT, AgentProcess, ExternalAgent, HeadEndpoint, port_of
 from manyhosts.control.job import Job
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.joining import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.control.plan import HEAD, Later, Plan, filled
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import addresses, contents, hostfile, interfaces, ports, remote_probe, version_check
@@ -115,7 +115,7 @@ def _run(plan: Plan, display: Display, left: takeover.HeadCheckpoint | None) -> 
         identity=Identity(known.get("identity", "")),
         offer=_offer(job),
         mark=known.get("mark") or f"{remote_probe.MARK_OF_DISK}{secrets.token_hex(4)}-join",
-        tell=display.warn,
+        say=display.warn,
     )
     patience_s = choices.seconds(job.options, "wait") or _PATIENCE_S
     endpoint = HeadEndpoint(port=port, patience_s=patience_s, joining=joining)
@@ -123,7 +123,7 @@ def _run(plan: Plan, display: Display, left: takeover.HeadCheckpoint | None) -> 
         endpoint = replace(endpoint, token=left.token)
     if left is not None:
         display.warn("manyhosts: hosts that have joined need do nothing; for others that are to come:")
-    _tell_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
+    _show_how(job, endpoint, bind if not _is_any(bind) else address, port, display)
     succession = takeover.TakeoverConfig(
         job=job,
         facts=joining.to_dict,
@@ -217,7 +217,7 @@ def _offer(job: Job) -> Offer:
     )
 
 
-def _tell_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display: Display) -> None:
+def _show_how(job: Job, endpoint: HeadEndpoint, address: str, port: int, display: Display) -> None:
     """Show what is typed on the hosts, and the secret: there, or in a file."""
     assert endpoint.joining is not None, "hosts join this run"
     secret = str(JoinSecret(endpoint.token, endpoint.joining.identity.fingerprint[:FINGERPRINT_BYTES]))

@@ -1,4 +1,4 @@
-"""Start a script on several workers from Python: `mh.launch.run`, which takes functions too, stands on this."""
+"""Start a script on several workers from Python; `mh.launch.run`, which takes functions too, is built on this."""
 
 from __future__ import annotations
 

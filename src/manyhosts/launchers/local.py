@@ -51,7 +51,7 @@ class Local(Engine):
         )
 
     def address(self, plan: Plan) -> str:
-        """Nobody else is to reach it."""
+        """Loopback: no other machine is to reach it."""
         return addresses.LOOPBACK
 
     def submit(self, plan: Plan, display: Display) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError
-from manyhosts.launchers import detached, handles
+from manyhosts.launchers import background, detached
 from manyhosts.launchers.detached import Jobs, State, Status
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
@@ -43,9 +43,9 @@ class NamedRun:
 
     @property
     def jobs(self) -> tuple[Jobs, str]:
-        """Who knows how it stands, and what they know it by."""
+        """What knows its state, and the name of the run there."""
         if self.handle:
-            return handles.of_handle(self.handle)
+            return background.of_handle(self.handle)
         assert self.directory is not None, "a run without a handle is named by its directory"
         return InTerminal(), str(self.directory)
 
@@ -64,7 +64,7 @@ def named(word: str) -> NamedRun:
         path = Path(word).absolute()
         return NamedRun(path, handle_of(path))
     if kind not in LAUNCHERS.names() or not place:
-        handles.of_handle(word)  # which says what a handle is
+        background.of_handle(word)  # which says what a handle is
     here = Path(place).absolute()
     if (here / "detached").is_dir():
         return NamedRun(here, word)
@@ -138,7 +138,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _begun(path: Path) -> float:
-    """When it was begun, or begun again, in seconds since the Unix epoch, as far as its directory tells."""
+    """When it was begun, or begun again, in seconds since the Unix epoch, as far as its directory shows."""
     moments = [0.0]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         moments.append(float(parsed((path / "run.json").read_bytes())["started"]))
@@ -156,7 +156,7 @@ class InTerminal:
         self._wait = wait
 
     def send(self, plan: Plan) -> str:
-        """Nobody sends a run to a terminal."""
+        """A run is never sent to a terminal."""
         raise AssertionError(f"{plan.job.run_dir}: a run of a terminal is started there")
 
     def status(self, name: str) -> Status:
@@ -180,7 +180,7 @@ class InTerminal:
         return Status(state=_STATES.get(summary.status, "failed"), reason=summary.reason, hosts=hosts, log=log)
 
     def logs(self, name: str, *, follow: bool) -> Iterator[str]:
-        """What its workers have printed, each line behind the name of its log where there are several.
+        """What its workers have printed, each line after the name of its log where there are several.
 
         Raises:
             ConfigError: there is no run in that directory.

@@ -40,7 +40,7 @@ def unpack(packed: Path, folder: Path) -> None:
     """Put what `pack` has packed into `folder`.
 
     Raises:
-        ConfigError: it is not there or not whole, or `folder` cannot be written to.
+        ConfigError: it is missing or incomplete, or `folder` cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

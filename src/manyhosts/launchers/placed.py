@@ -107,7 +107,7 @@ class _Commands:
         with lines, contextlib.suppress(OSError, ValueError):
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\r\n")
-                if not self._enrolment.hear(text):
+                if not self._enrolment.read(text):
                     self._display.line(text, "", is_error=False)
 
     def _facts(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Placement:
 
 
 class _SharedProcess:
-    """The one process behind the agents of all nodes."""
+    """The one process of the agents of all nodes."""
 
     def __init__(self, process: subprocess.Popen[bytes], nodes: int) -> None:
         self.process, self.wanted_by, self.patience_is_over = process, nodes, False

@@ -50,7 +50,7 @@ class Ray(Engine):
         job = self.check(job)
         gpus = choices.gpus(job.options)
         if not gpus.isdecimal():
-            raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give a whole number")
+            raise ConfigError(f"gpus is {job.options['gpus']!r}", where="-o gpus", fix="give an integer")
         cpus = choices.count(job.options, "cpus", 1)
         bundle = {kind: count for kind, count in {"CPU": cpus, "GPU": int(gpus)}.items() if count}
         return Plan(
@@ -104,7 +104,7 @@ class Ray(Engine):
             def start_agent(node: int, head: str, token: str) -> _Agent:
                 # Not the token: Ray does not encrypt what it sends.
                 words = filled(plan.agents[node], {HEAD.name: head, CERTIFICATE.name: enrolment.certificate})
-                return _Agent(ray, _begin(ray, group, plan.files[_TASK], node, words), enrolment.hear)
+                return _Agent(ray, _begin(ray, group, plan.files[_TASK], node, words), enrolment.read)
 
             endpoint = HeadEndpoint(enrolment=enrolment)
             return Head(plan.job, names, start_agent, display, address=head_address, endpoint=endpoint).run()
@@ -119,7 +119,7 @@ class _Agent:
 
     def __init__(self, ray: Any, task: Any, hear: Callable[[str], object]) -> None:
         """`hear` is given what the agent says first, on a thread."""
-        self._ray, self._task, self._hear = ray, task, hear
+        self._ray, self._task, self._read = ray, task, hear
         self._ended = threading.Event()
         self._code = 1
         threading.Thread(target=self._follow, daemon=True).start()
@@ -145,7 +145,7 @@ class _Agent:
                 if isinstance(said, int):
                     self._code = said
                 else:
-                    self._hear(said)
+                    self._read(said)
         except Exception:  # cancelled, or lost with its node: whatever Ray calls it
             self._code = 1
         finally:

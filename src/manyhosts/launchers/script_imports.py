@@ -1,4 +1,4 @@
-"""What a program imports, as far as its own files say so: the script and the modules that lie beside it."""
+"""What a program imports, as far as its own files say so: the script and the modules next to it."""
 
 from __future__ import annotations
 

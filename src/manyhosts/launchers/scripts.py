@@ -1,4 +1,9 @@
-"""The user's script before it is started: is it there, does it fit its run directory, what does it need loaded."""
+"""The user's script before it is started: is it there, does it fit its run directory, what does it need loaded.
+
+Workers are forked from a process that has torch loaded. A script that sets variables which torch reads only when it is
+loaded must be started without that. Whether it does is read from its source, and from the modules next to it that it
+imports before torch; nothing of it is run.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,19 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import early_variables
 from manyhosts.launchers.script_imports import imports_manyhosts
 from manyhosts.records import run_directory, run_lock
 from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import has_content
 
 _READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lock.NAME)
-"""What commands read of a run directory, beside the snapshots."""
+"""What commands read of a run directory, in addition to the snapshots."""
 Kind = Literal["script", "module", "executable"]
 
 TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim", "torch._dynamo")
@@ -99,7 +103,7 @@ def check_run_dir(job: Job) -> None:
 
 
 def _see_files(run_dir: Path) -> None:
-    """See that what is read of a run is files: whoever reads a pipe that nobody writes to waits for ever.
+    """Refuse what is read of a run unless it is a file: a reader of a pipe without a writer waits for ever.
 
     Raises:
         ConfigError: one is none, or what leads to it leads nowhere.
@@ -115,7 +119,7 @@ def _see_files(run_dir: Path) -> None:
             is_file = stat.S_ISREG(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError:  # links in a circle, or a place that nobody lets this user see
+        except OSError:  # links in a circle, or a place that this user may not see
             is_file = False
         if not is_file:
             raise ConfigError(
@@ -186,7 +190,7 @@ def _started(run_dir: Path, program: str) -> float | None:
 def _same_script(record: Mapping[str, Any], asked: Path) -> bool:
     """Whether the run of `record` is one of the script `asked`: by its path, or else by its content.
 
-    A project may have moved as a whole, so another path with the same name counts unless both files are there.
+    A project may have moved, so another path with the same name counts unless both files are there.
     """
     recorded = Path(str(record["script"]))
     if has_content(record, asked):
@@ -203,7 +207,7 @@ def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...
     Nothing for an executable, for a script that imports the standard library alone, and for one that sets variables
     which torch reads when it is loaded: each worker then loads it by itself.
     """
-    if kind == "executable" or early_variables.set_before_torch(file_of(program, kind)):
+    if kind == "executable" or set_before_torch(file_of(program, kind)):
         return ()
     try:
         imported = _imports(Path(program).read_text()) if kind == "script" else {program.partition(".")[0]}
@@ -241,3 +245,102 @@ def _imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found.add((node.module or ".").partition(".")[0])
     return found
+
+
+_READ_AT_IMPORT = re.compile(
+    r"(OMP|MKL|KMP|GOMP|OPENBLAS|BLIS|VECLIB|NUMEXPR|DNNL|ONEDNN|ATEN|TORCH|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|CUDA|CUBLAS"
+    r"|NVIDIA|TRITON|MALLOC|LRU)_\w+|TORCHINDUCTOR\w*|TORCHDYNAMO\w*"
+)
+_ALWAYS_IN_TIME = re.compile(r"TORCHELASTIC_\w+|TORCH_(HOME|EXTENSIONS_DIR|NCCL_\w+)")
+_LOADED = ("torch", "torchmetrics", "torchvision", "lightning", "accelerate", "transformers", "manyhosts")
+"""A module imported from here has torch loaded."""
+_SETTERS = ("setdefault", "update", "putenv")
+_MOST_FILES = 50
+
+
+def set_before_torch(path: Path) -> tuple[str, ...]:
+    """The names of such variables that the script at `path` sets, in order; none where it cannot be read."""
+    return tuple(dict.fromkeys(_Reading(path.parent).of(path)))
+
+
+class _Reading:
+    """Follows a script through its statements as Python would, up to where it imports torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: set[Path] = set()
+        self._is_over = False
+
+    def of(self, path: Path) -> Iterator[str]:
+        """The names that `path` sets, and the modules that it imports."""
+        if path in self._seen or len(self._seen) == _MOST_FILES:
+            return
+        self._seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, ValueError, SyntaxError):
+            return
+        yield from self._statements(tree.body)
+
+    def _statements(self, statements: list[ast.stmt]) -> Iterator[str]:
+        for statement in statements:
+            if self._is_over:
+                return
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                yield from self._import(statement)
+            elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue  # what a function does, it does when torch is there
+            else:
+                yield from _names_set_by(statement)
+                for part in ("body", "orelse", "finalbody"):
+                    yield from self._statements(getattr(statement, part, []))
+
+    def _import(self, statement: ast.Import | ast.ImportFrom) -> Iterator[str]:
+        base = statement.module or "" if isinstance(statement, ast.ImportFrom) else ""
+        names = [base] if base else [name.name for name in statement.names]
+        for name in names:
+            if name.partition(".")[0] in _LOADED:
+                self._is_over = True
+                return
+            candidate = self._folder / Path(*name.split("."))
+            for path in (candidate.with_suffix(".py"), candidate / "__init__.py"):
+                if path.is_file():
+                    yield from self.of(path)
+
+
+def _names_set_by(statement: ast.stmt) -> Iterator[str]:
+    """The variables that a simple statement, or the head of another one, sets in `os.environ`."""
+    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        words = [
+            target.slice for target in targets if isinstance(target, ast.Subscript) and _is_environment(target.value)
+        ]
+    elif isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
+        words = _words_of_call(call)
+    else:
+        words = []
+    for word in words:
+        name = word.value if isinstance(word, ast.Constant) else None
+        if isinstance(name, str) and _READ_AT_IMPORT.fullmatch(name) and not _ALWAYS_IN_TIME.fullmatch(name):
+            yield name
+
+
+def _words_of_call(call: ast.Call) -> list[ast.expr]:
+    """Where the names stand in `os.environ.setdefault(name, …)`, `os.environ.update(…)` and `os.putenv(name, …)`."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr not in _SETTERS:
+        return []
+    if function.attr == "putenv":
+        return call.args[:1]
+    if not _is_environment(function.value):
+        return []
+    if function.attr == "setdefault":
+        return call.args[:1]
+    keys = [key for argument in call.args if isinstance(argument, ast.Dict) for key in argument.keys if key is not None]
+    return [*keys, *(ast.Constant(word.arg) for word in call.keywords if word.arg)]
+
+
+def _is_environment(thing: ast.expr) -> bool:
+    return (isinstance(thing, ast.Attribute) and thing.attr == "environ") or (
+        isinstance(thing, ast.Name) and thing.id == "environ"
+    )

@@ -16,7 +16,7 @@ FUNCTION, RESULT = "function.pkl", "result.pt"
 
 
 def main(program: str, digest: str) -> None:
-    """Call the function that lies beside `program` and is the program that somebody runs here: its sha256 is `digest`.
+    """Call the function next to `program`, which is the program that was started here: its sha256 is `digest`.
 
     Raises:
         ConfigError: it is another one, or it returns what cannot be given back.

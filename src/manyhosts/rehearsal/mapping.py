@@ -1,4 +1,4 @@
-"""What all mappings share: each kind is told once, by rank 0, and what cannot be mapped is an error."""
+"""What all mappings share: each kind is reported once, by rank 0, and what cannot be mapped is an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _noted: set[str] = set()
 
 
 def note(mapping: str) -> None:
-    """Tell that `mapping` was made, if it is the first of its kind."""
+    """Report that `mapping` was made, if it is the first of its kind."""
     if mapping in _noted:
         return
     _noted.add(mapping)
@@ -29,7 +29,7 @@ def refuse(what: str) -> NoReturn:
     raise ConfigError(
         f"{what} cannot be rehearsed on a CPU",
         where="--rehearse",
-        fix="put it behind a setting of the script that a rehearsal can switch off, or run on a machine with a GPU",
+        fix="make it depend on a setting of the script that a rehearsal can switch off, or run on a machine with a GPU",
     )
 
 

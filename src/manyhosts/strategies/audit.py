@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from manyhosts import device
 from manyhosts.cluster.membership import MEMBER
-from manyhosts.cluster.processor import processor
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.data.audits import Audit, AuditPlan
+from manyhosts.device import processor
 from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.strategies.strategy import Piece
 

@@ -1,4 +1,4 @@
-"""A run that may be in progress: looked at again and again, until nobody trains in its directory any more."""
+"""A run that may be in progress: read again and again, until no process trains in its directory any more."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from manyhosts.report.history import History
 from manyhosts.report.run import WELL, Run, failure_of, record_of, see_that_run
 
 _SETTLE_S = 1.0
-"""So long nobody must have had the directory: between a head and its workers the lock may have no owner."""
+"""How long no process must have had the directory: between a head and its workers the lock may have no owner."""
 _QUIET_S = 30.0
-"""So long after its end a run whose process lives on (a notebook) may have more to tell: the test, another start."""
+"""So long after its end a run whose process lives on (a notebook) may record more: the test, another start."""
 INTERRUPTED = 130
 
 
@@ -40,7 +40,7 @@ class LiveRun:
         self._heard_at = time.monotonic()
         self._has_read = False
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Take in what is new. Returns whether there is more to be read at once.
 
         Raises:
@@ -77,7 +77,7 @@ class LiveRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether everything is read, and nobody is there who would add to it."""
+        """Whether everything is read, and no process could add to it."""
         now, since = time.monotonic(), self._alone_since
         is_alone = since is not None and now - since >= _SETTLE_S
         is_quiet = bool(self.history.end) and now - self._heard_at >= _QUIET_S
@@ -94,7 +94,7 @@ class LiveRun:
         self._follower.close()
 
     def _grows_without_lock(self) -> bool:
-        """Whether the record was written to just now, where the disk keeps no lock and so nobody is named."""
+        """Whether the record was written to just now, where the disk keeps no lock and so the owner is unknown."""
         if self.owner.is_known or self.history.end:
             return False
         try:

@@ -1,4 +1,4 @@
-"""A study that may be in progress: each of its runs as it stands."""
+"""A study that may be in progress: the state of each of its runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LiveStudy:
     """The study in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Nothing but what was asked is read before `look`.
+        """Nothing but what was asked is read before `refresh`.
 
         Raises:
             ConfigError: the folder holds no study that can be read.
@@ -47,7 +47,7 @@ class LiveStudy:
         self._alone_since: float | None = None
         self.asked: Asked = asked_in(folder)
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Take in what is new. Returns whether there is more to be read at once."""
         lives, more = self._owner.lives(), False
         self.asked = asked_in(self.folder)  # sizes may have been added
@@ -73,7 +73,7 @@ class LiveStudy:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody does."""
+        """Whether it has ended."""
         return self._alone_since is not None and time.monotonic() - self._alone_since >= _SETTLE_S
 
     @property
@@ -83,7 +83,7 @@ class LiveStudy:
 
     @property
     def share(self) -> float | None:
-        """How far the whole study is, what is under way included; None where it has no run."""
+        """The finished fraction of the study, with runs in progress; None where it has no run."""
         under_way = sum((row.fraction or 0.0) for row in self.rows if row.status not in WELL)
         return (self.done + under_way) / len(self.rows) if self.rows else None
 
@@ -98,7 +98,7 @@ class LiveStudy:
             run.close()
 
     def _row(self, name: str, place: Place) -> tuple[Row, bool]:
-        """One run as it stands, and whether more of it is to be read. What has ended well is read no more."""
+        """The state of one run, and whether more of it is to be read. What has ended well is read no more."""
         if name in self._done:
             return self._done[name], False
         if place.name not in self._runs:
@@ -106,7 +106,7 @@ class LiveStudy:
                 return Row(name, outcome_of(place).status), False
             self._runs[place.name] = LiveRun(place.run.path)
         live = self._runs[place.name]
-        more = live.look()
+        more = live.refresh()
         history, last = live.history, live.history.last
         goes_on = live.owner.lives()
         outcome = outcome_of(place)

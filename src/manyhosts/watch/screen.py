@@ -27,7 +27,7 @@ _COLOURS = {
 _STATUS = {"running": "blue", "starting": "blue", "completed": "green", "stopped early": "green", "failed": "red"}
 _MOST_WORKERS = 8
 _BAR, _LEAST_BAR, _BESIDE_BAR = 24, 10, 58
-"""Columns of a worker's bar, as far as the names of the others have room beside it."""
+"""Columns of a worker's bar, as far as the names of the others leave room for it."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LEAST_TOLD = 4
 
@@ -98,8 +98,8 @@ def _workers(totals: dict[Who, Spent], console: Console) -> RenderableType:
     several = len(totals) > _MOST_WORKERS
     shown = sorted(totals.items(), key=lambda each: -each[1].own_s)[:_MOST_WORKERS] if several else totals.items()
     for who, spent in shown:
-        whole = sum(spent.seconds.values()) or 1.0
-        shares = [spent.seconds.get(part, 0.0) / whole for part in PARTS]
+        total = sum(spent.seconds.values()) or 1.0
+        shares = [spent.seconds.get(part, 0.0) / total for part in PARTS]
         bar = [_bar(shares, max(_LEAST_BAR, min(_BAR, console.width - _BESIDE_BAR)))] if len(table.columns) == 6 else []
         table.add_row(
             Text(str(who)), seconds_in_words(spent.step_s), *bar, *(f"{100 * each:.0f} %" for each in shares[:3])
@@ -131,7 +131,7 @@ def _sparks(run: Run, console: Console) -> str:
 
 
 class Lines:
-    """The same for whoever reads lines: what happens as it happens, and every few seconds how far it is."""
+    """The same for readers of lines: what happens as it happens, and every few seconds the progress."""
 
     EVERY_S = 10.0
 

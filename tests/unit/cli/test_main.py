@@ -9,8 +9,7 @@ import click
 import pytest
 
 from manyhosts import errors
-from manyhosts.cli.boundary import exit_code_of
-from manyhosts.cli.main import VERBS, cli, main
+from manyhosts.cli.main import VERBS, cli, exit_code_of, main
 
 
 def test_overview_names_every_verb_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +52,7 @@ WRONG = [
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
     (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),
-    (["run", "--workers", "3.5", "x.py"], "  fix:   give a whole number, such as 2"),
+    (["run", "--workers", "3.5", "x.py"], "  fix:   give an integer, such as 2"),
     (["run", "--set", "lr", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
     (["run", "--set", "lr", "=", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
     (["run", "no-such-script.py"], "there is no script 'no-such-script.py'"),
@@ -142,8 +141,8 @@ def test_what_follows_the_script_belongs_to_the_script(
 @pytest.mark.parametrize(
     ("behind", "note"),
     [
-        (["--set=lr=1", "--workers", "7", "x"], "--set, --workers stand behind train.py and so go to it"),
-        (["--set", "lr=1"], "--set stands behind train.py and so goes to it; options of `run` stand before it"),
+        (["--set=lr=1", "--workers", "7", "x"], "--set, --workers come after train.py and so go to it"),
+        (["--set", "lr=1"], "--set comes after train.py and so goes to it; options of `run` belong before it"),
         (["--epochs", "3", "--help", "-m", "--trace"], ""),
     ],
 )

@@ -74,7 +74,7 @@ def test_option_behind_a_script_that_does_not_know_it_is_refused(
     reported = capsys.readouterr().err
     assert code == (0 if knows else 2)
     assert ("type: manyhosts run --workers 2 train.py; if it is for the script" in reported) is not knows
-    assert ("--workers stands behind train.py and so goes to it" in reported) is knows
+    assert ("--workers comes after train.py and so goes to it" in reported) is knows
     assert main(["run", "--dry-run", "--", "train.py", "--workers", "2"]) == 0, "marked as the script's own"
 
 

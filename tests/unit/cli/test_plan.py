@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from measured_training import MEASURED, machines
 
-from manyhosts.cli import plan_screen
+from manyhosts.cli import plan
 from manyhosts.cli.main import main
-from manyhosts.cli.plan_screen import print_plan, table, worth_a_look
+from manyhosts.cli.plan import print_plan, table, worth_a_look
 from manyhosts.communication.compression.choose import BY_LOSS
 from manyhosts.config.strategies import DDP
 from manyhosts.planner.interval import past
@@ -79,9 +79,9 @@ def test_ways_that_there_was_no_time_to_measure_are_named() -> None:
     words = " ".join(shown(plan_of()).split())
     assert "--seconds was over before fp16, int8, powersgd could be measured, so no way with them is predicted" in words
     nothing = Compression(arithmetic_s=0.0, reduced_bytes=500, gathered_bytes=0, exchanges=4)
-    every = replace(MEASURED, compression=dict.fromkeys(plan_screen.COMPRESSIONS, nothing))
+    every = replace(MEASURED, compression=dict.fromkeys(plan.COMPRESSIONS, nothing))
     assert "--seconds" not in shown(make(every, [machines(2)]))
-    assert (*BY_LOSS,) == ("none", *plan_screen.COMPRESSIONS)
+    assert (*BY_LOSS,) == ("none", *plan.COMPRESSIONS)
 
 
 def test_what_does_not_fit_is_marked_with_the_reason() -> None:

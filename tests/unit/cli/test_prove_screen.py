@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhosts.cli.prove_screen import busy
+from manyhosts.cli.prove import busy
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhosts.cli.torchrun_options import translate
+from manyhosts.cli.run_options import translate
 from manyhosts.errors import ConfigError
 
 FLAGS = {"-m", "--module", "--no-python", "--rehearse"}

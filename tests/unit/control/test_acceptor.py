@@ -11,10 +11,10 @@ import pytest
 from head_and_agent import FACTS, TOKEN, Owner, Relay, Scene, one_loop, say
 
 from manyhosts.control import tls
-from manyhosts.control.acceptor import Acceptor
 from manyhosts.control.agent import head_connection
-from manyhosts.control.agent.enrolling import enrol
+from manyhosts.control.agent.node import enrol
 from manyhosts.control.enrolment import Enrolment
+from manyhosts.control.head.agent_starter import Acceptor
 from manyhosts.control.head.checks import host_findings
 from manyhosts.control.loop import Channel, Message
 from manyhosts.control.proof import PROTOCOL, Answerer, Caller
@@ -57,7 +57,7 @@ def test_agent_of_an_engine_is_given_the_secret_when_the_engine_has_brought_the_
     scene.run(lambda: relay.calls > 1)
     assert given == [], "nobody has said that it belongs to the run"
     announced = capsys.readouterr().out
-    assert [known.hear(line) for line in ("ready\n", f"x{announced}", announced.strip(), announced)] == [0, 0, 1, 1]
+    assert [known.read(line) for line in ("ready\n", f"x{announced}", announced.strip(), announced)] == [0, 0, 1, 1]
     scene.run(lambda: not agent.is_alive())
     assert given == [TOKEN]
     assert not known.admits(announced.split()[1]), "what others may read lets nobody in"

@@ -58,7 +58,7 @@ class Idle:
     def welcome(self, node: Node) -> None:
         pass
 
-    def hear(self, node: Node, message: FromAgent) -> None:
+    def receive(self, node: Node, message: FromAgent) -> None:
         pass
 
     def lose(self, node: Node, why: str) -> None:

@@ -60,16 +60,14 @@ def test_one_that_waits_for_its_loader_is_told_with_what_the_loader_does() -> No
     reading = (Frame("/home/me/data.py", 3, "__getitem__"),)
     diagnosis = judged(sight(0), sight(1, waiting, loader=reading))
     assert diagnosis.guilty == (101,)
-    assert (
-        "waits for its data at train.py:20, whose loader process stands at data.py:3 in __getitem__" in diagnosis.what
-    )
+    assert "waits for its data at train.py:20, whose loader process is at data.py:3 in __getitem__" in diagnosis.what
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"state": "D"}, "waits for a disk or a network file system at train.py:12 in spin"),
-        ({"state": "S"}, "stands still at train.py:12 in spin"),
+        ({"state": "S"}, "is idle at train.py:12 in spin"),
         ({"state": "S", "stack": ()}, "does not say what it does"),
         ({"state": "S", "stack": REDUCE, "busy": 0.9}, "computes without end at train.py:38 in main"),
         ({"state": "t", "stack": ()}, "is stopped by a debugger"),
@@ -86,7 +84,7 @@ def test_all_waiting_in_two_exchanges_is_a_dead_lock_that_blames_nobody() -> Non
     assert diagnosis.guilty == ()
     assert diagnosis.what == (
         "dead-lock: rank 1 on host n1 waits in all_gather at train.py:40 in main, the others wait in all_reduce at "
-        "train.py:38 in main, and nobody has got further for 30 s (after step 7)"
+        "train.py:38 in main, and no worker has got further for 30 s (after step 7)"
     )
 
 
@@ -94,7 +92,8 @@ def test_all_waiting_in_one_exchange_are_said_to_do_so() -> None:
     diagnosis = judged(sight(0), sight(1))
     assert (diagnosis.guilty, diagnosis.what) == (
         (),
-        "all 2 workers wait in all_reduce at train.py:38 in main, and nobody has got further for 30 s (after step 7)",
+        "all 2 workers wait in all_reduce at train.py:38 in main, and no worker has got further for 30 s"
+        " (after step 7)",
     )
 
 

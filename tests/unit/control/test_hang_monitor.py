@@ -13,10 +13,10 @@ from manyhosts.control.head import hang_monitor
 from manyhosts.control.head.diagnosis import Diagnosis
 from manyhosts.control.head.group_state import Member
 from manyhosts.control.head.hang_monitor import PATIENCE_S, HangMonitor
-from manyhosts.control.head.silences import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
+from manyhosts.control.head.missing_hosts import GIVEN_UP_S, LEAST_GIVEN_UP_S, MOST_GIVEN_UP_S
 from manyhosts.control.head.state import Node
 from manyhosts.control.job import Job
-from manyhosts.control.protocol import FromHead, Look, Seen, SeenWorker
+from manyhosts.control.protocol import FromHead, InspectWorkers, SeenWorker, WorkerStates
 
 SPIN = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 12 in spin\n'
 REDUCE = (
@@ -63,7 +63,7 @@ class Scene:
         return self.state.display.said
 
     def answer(self, node: Node, message: FromHead) -> None:
-        if not isinstance(message, Look):
+        if not isinstance(message, InspectWorkers):
             return
         self.looks += node.number == 0
         number = node.number
@@ -78,7 +78,7 @@ class Scene:
             stack=self.stacks[number],
             loader="",
         )
-        self.hang_monitor.take_sights(node, Seen(round=message.round, workers=[seen]))
+        self.hang_monitor.take_sights(node, WorkerStates(round=message.round, workers=[seen]))
 
     def report(self, number: int, kind: str, **fields: Any) -> None:
         self.hang_monitor.take_report(number, kind, fields)
@@ -185,10 +185,10 @@ def test_workers_that_wait_for_a_new_group_do_not_hang(scene: Callable[..., Scen
     here.both_step(1)
     regroup = here.group.regroup
     regroup.add_late(Member(number=7, node=2, local_rank=0, rank=2, late=True))
-    regroup.hear(7, "join", {"call": 1, "most": 0})
+    regroup.receive(7, "join", {"call": 1, "most": 0})
     here.pass_by(100)
     for number in (0, 1):
-        regroup.hear(number, "regroup", {"call": 1, "group": 0, "step": 1})
+        regroup.receive(number, "regroup", {"call": 1, "group": 0, "step": 1})
     here.pass_by(20)
     assert here.verdicts == [], "they have met a moment ago"
     here.pass_by(30)

@@ -15,7 +15,7 @@ from manyhosts.control import joining
 from manyhosts.control.handshake import ANY_NODE, Ask, Hello, Offer
 from manyhosts.control.head.state import ExternalAgent, Folder, Joining, Node
 from manyhosts.control.job import Job
-from manyhosts.control.join_secret import FINGERPRINT_BYTES, JoinSecret
+from manyhosts.control.joining import FINGERPRINT_BYTES, JoinSecret
 from manyhosts.errors import ConfigError
 from manyhosts.hosts.ways import Place, Ways, is_needed, opens
 from manyhosts.launchers.join import Join
@@ -105,7 +105,7 @@ def asking(machine: str) -> Ask:
 class Scene:
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.joining = Joining(identity=None, offer=OFFER, mark="head", tell=self.said.append)  # type: ignore[arg-type]
+        self.joining = Joining(identity=None, offer=OFFER, mark="head", say=self.said.append)  # type: ignore[arg-type]
         self.nodes = [Node(number, f"node{number}", ExternalAgent()) for number in range(3)]
         self.nodes[0].channel, self.nodes[0].name = Session(), "box"  # type: ignore[assignment]
 

@@ -45,11 +45,11 @@ def said(*scripts: Callable[[], None], world: int = 0) -> list[str]:
         try:
             script()
         finally:
-            script_probe.tell_end()
+            script_probe.report_end()
             script_probe.withdraw()
         for account in heard.accounts:
             samples = {"batch 0": str(rank)} if len(scripts) > 1 else None
-            notices.hear(0, rank, account | {"world": world or account["world"], "samples": samples})
+            notices.add_report(0, rank, account | {"world": world or account["world"], "samples": samples})
     return words
 
 

@@ -51,7 +51,7 @@ def test_bar_under_way_is_in_the_log_and_a_half_line_is_not(tmp_path: Path) -> N
     log = Log(tmp_path / "log", 0, no_gap)
     log.write("err", b"10%\r20%")
     log.write("out", b"half a li")
-    log.glimpse()
+    log.flush_partial_line()
     assert (tmp_path / "log").read_bytes() == b"10%\r20%"
     log.close()
 

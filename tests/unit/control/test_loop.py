@@ -31,10 +31,10 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_work_beside_the_loop_comes_back_to_it_or_ends_it_with_its_error(loop: Loop) -> None:
     heard: list[int] = []
-    loop.beside(lambda: 7, heard.append)
+    loop.run_in_thread(lambda: 7, heard.append)
     loop.run(until=lambda: bool(heard))
     assert heard == [7]
-    loop.beside(lambda: 1 // 0, heard.append)
+    loop.run_in_thread(lambda: 1 // 0, heard.append)
     late: list[bool] = []
     loop.after(20, lambda: late.append(True))
     with pytest.raises(ZeroDivisionError):

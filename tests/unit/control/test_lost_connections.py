@@ -12,7 +12,7 @@ from head_and_agent import FACTS, Relay, Scene, one_loop, say
 from manyhosts.control.agent import head_connection
 from manyhosts.control.head import agents
 from manyhosts.control.head.state import is_connected
-from manyhosts.control.protocol import MemberSays, Tell
+from manyhosts.control.protocol import MemberSays, ToWorker
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_messages_come_once_and_in_order_though_the_connection_breaks_again_and_
 
     for number in range(count):
         scene.loop.after(number / 200, lambda number=number: line.say(said(number)))
-        scene.loop.after(number / 200, lambda number=number: session.say(Tell(member=number, content={})))
+        scene.loop.after(number / 200, lambda number=number: session.say(ToWorker(member=number, content={})))
 
     def arrived() -> tuple[list[int], list[int]]:
         reports = [message.fields["number"] for message in scene.at_head if isinstance(message, MemberSays)]
@@ -73,7 +73,7 @@ def test_message_that_is_missing_between_others_is_asked_for_again_and_none_afte
     to_agent = session.channel.send_words
     monkeypatch.setattr(session.channel, "send_words", lambda words: b'"x1"' in words or to_agent(words))
     for number in range(4):
-        session.say(Tell(member=number, content={"x": f"x{number}"}))
+        session.say(ToWorker(member=number, content={"x": f"x{number}"}))
 
     def arrived() -> list[int]:
         return [message["member"] for message in scene.at_agent if message["message"] == "tell"]

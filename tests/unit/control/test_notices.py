@@ -18,9 +18,9 @@ def account(**changed: Any) -> dict[str, Any]:
 def heard(first: dict[str, Any], second: dict[str, Any]) -> str:
     said: list[str] = []
     notices = Notices(said.append)
-    notices.hear(0, 0, first)
+    notices.add_report(0, 0, first)
     assert said == [], "nothing is said before all have been heard"
-    notices.hear(0, 1, second)
+    notices.add_report(0, 1, second)
     return "\n".join(said)
 
 
@@ -54,7 +54,7 @@ def test_groups_that_are_smaller_than_the_run_are_named() -> None:
     said: list[str] = []
     notices = Notices(said.append)
     for rank, each in enumerate(four):
-        notices.hear(0, rank, each)
+        notices.add_report(0, rank, each)
     assert len(said) == 1
     assert "the 4 workers train in groups of 2 that know nothing of each other" in said[0]
 
@@ -90,16 +90,16 @@ def test_it_is_said_once_also_after_all_have_been_started_again() -> None:
     for generation in (0, 1):
         for ended in (False, True):
             for rank in (0, 1):
-                notices.hear(generation, rank, account(world=0, ended=ended))
-    notices.tell_end()
+                notices.add_report(generation, rank, account(world=0, ended=ended))
+    notices.report_end()
     assert len(said) == 1
 
 
 def test_accounts_of_workers_that_were_given_up_are_not_mixed_with_those_of_their_successors() -> None:
     said: list[str] = []
     notices = Notices(said.append)
-    notices.hear(0, 0, account())
-    notices.hear(1, 1, account())
+    notices.add_report(0, 0, account())
+    notices.add_report(1, 1, account())
     assert said == []
 
 
@@ -111,10 +111,10 @@ def test_end_without_a_step_is_told_where_an_optimizer_was_made(changed: dict[st
     said: list[str] = []
     notices = Notices(said.append)
     for rank in (0, 1):
-        notices.hear(0, rank, {**account(steps=0, ended=True, samples=None), **changed})
-    notices.tell_end()
+        notices.add_report(0, rank, {**account(steps=0, ended=True, samples=None), **changed})
+    notices.report_end()
     assert ["without one optimizer step" in line for line in said] == [True] * is_said
 
 
 def test_run_that_nobody_told_of_ends_in_silence() -> None:
-    Notices(pytest.fail).tell_end()
+    Notices(pytest.fail).report_end()

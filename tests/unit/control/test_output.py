@@ -25,16 +25,16 @@ def test_of_a_line_that_was_overwritten_the_last_state_counts() -> None:
 def test_bar_under_way_can_be_glimpsed_once_per_state() -> None:
     lines = Lines()
     lines.feed(b"1%\r2%\r")
-    assert lines.glimpse() == ["2%"]
-    assert lines.glimpse() == []
+    assert lines.partial_line() == ["2%"]
+    assert lines.partial_line() == []
     lines.feed(b"3%\r4")
-    assert lines.glimpse() == ["3%"]
+    assert lines.partial_line() == ["3%"]
 
 
 def test_question_without_a_line_break_is_no_bar() -> None:
     lines = Lines()
     lines.feed(b"half a li")
-    assert lines.glimpse() == []
+    assert lines.partial_line() == []
     assert lines.feed(b"ne\n") == ["half a line"]
 
 

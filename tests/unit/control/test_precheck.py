@@ -41,10 +41,10 @@ class Scene:
     def tell(self, number: int, *, ahead_s: float = 0, **changes: Any) -> None:
         reported = {**host_state.gather("/tmp", {}), **well(), **changes}
         reported["time_s"] = time.time() + ahead_s
-        self.look.hear(self.agents.nodes[number], Condition(reported=reported, port=4000 + number))
+        self.look.receive(self.agents.nodes[number], Condition(reported=reported, port=4000 + number))
 
     def answer(self, number: int, *answers: str) -> None:
-        self.look.hear(self.agents.nodes[number], ConnectionsTried(answers=list(answers)))
+        self.look.receive(self.agents.nodes[number], ConnectionsTried(answers=list(answers)))
 
 
 def well() -> dict[str, Any]:

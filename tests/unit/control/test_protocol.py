@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhosts.control.handshake import FROM_CALLED, FROM_CALLER
-from manyhosts.control.protocol import FROM_AGENT, FROM_HEAD, Ended, NewWorker, Seen, SeenWorker, Start
+from manyhosts.control.protocol import FROM_AGENT, FROM_HEAD, Ended, NewWorker, SeenWorker, Start, WorkerStates
 from manyhosts.control.wire_format import MOST_LEVELS, content_of, read
 
 WORKER = {"rank": 1, "generation": 0, "member": 5}
@@ -132,4 +132,4 @@ def test_what_is_not_known_beside_a_message_is_not_looked_at_and_what_may_lack_h
     assert read({"message": "ended", **ENDED, "new": 1}, FROM_AGENT) == Ended(**ENDED)
     assert Ended(**ENDED).memory == {}
     assert content_of(Start(generation=2, workers=[])) == {"generation": 2, "workers": []}
-    assert content_of(Seen(round=1, workers=[SEEN]))["workers"][0]["state"] == "S"
+    assert content_of(WorkerStates(round=1, workers=[SEEN]))["workers"][0]["state"] == "S"

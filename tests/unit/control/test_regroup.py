@@ -38,7 +38,7 @@ class Hosts:
         self.killed: list[int] = []
         self.started: list[int] = []
 
-    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+    def send_member(self, member: Member, kind: str, /, **content: Any) -> None:
         self.reported.append((member.number, kind, content))
 
     def start_late(self, member: Member) -> None:
@@ -73,7 +73,7 @@ def regroup(hosts: Hosts, clock: Clock) -> GroupCoordinator:
     made = GroupCoordinator(clock, hosts, 0, clock=lambda: clock.now)  # type: ignore[arg-type]  # all of a loop that it uses
     for number in range(2):
         made.add(Member(number=number, node=0, local_rank=number, rank=number))
-        made.hear(number, "begin", {"call": 1, "most": 0})
+        made.receive(number, "begin", {"call": 1, "most": 0})
     return made
 
 
@@ -86,16 +86,16 @@ def lose(regroup: GroupCoordinator, number: int, successor: int) -> bool:
 
 def finish_call(regroup: GroupCoordinator, call: int, outcome: Any = None) -> None:
     for member in regroup.group_state.trained():
-        regroup.hear(member.number, "done", {"call": call, "outcome": outcome})
+        regroup.receive(member.number, "done", {"call": call, "outcome": outcome})
 
 
 def test_new_worker_is_told_what_came_out_of_a_call_that_is_over(regroup: GroupCoordinator, hosts: Hosts) -> None:
     finish_call(regroup, 1, {"loss": 0.5})
     assert lose(regroup, 1, 2)
-    regroup.hear(2, "join", {"call": 1, "most": 0})
+    regroup.receive(2, "join", {"call": 1, "most": 0})
     assert hosts.reported[-1] == (2, "passed", {"call": 1, "outcome": {"loss": 0.5}, "replaces": True})
-    regroup.hear(2, "join", {"call": 2, "most": 0})
-    regroup.hear(0, "regroup", {"call": 2, "step": 0, "group": 0})
+    regroup.receive(2, "join", {"call": 2, "most": 0})
+    regroup.receive(0, "regroup", {"call": 2, "step": 0, "group": 0})
     assert (hosts.heard_by(0)[-1], hosts.heard_by(2)[-1]) == ("group", "group")
 
 
@@ -103,11 +103,11 @@ def test_worker_that_broke_off_in_the_end_of_a_call_hears_that_another_has_left_
     regroup: GroupCoordinator, hosts: Hosts
 ) -> None:
     regroup.add(Member(number=5, node=0, local_rank=2, rank=2))
-    regroup.hear(5, "begin", {"call": 1, "most": 0})
+    regroup.receive(5, "begin", {"call": 1, "most": 0})
     assert lose(regroup, 1, 2)
-    regroup.hear(0, "regroup", {"call": 1, "step": 7, "group": 0})
+    regroup.receive(0, "regroup", {"call": 1, "step": 7, "group": 0})
     assert hosts.heard_by(0) == []
-    regroup.hear(5, "done", {"call": 1, "outcome": 3})
+    regroup.receive(5, "done", {"call": 1, "outcome": 3})
     assert hosts.reported[-1] == (0, "passed", {"call": 1, "outcome": 3, "replaces": True})
     assert regroup.group_state.members[0].asked is None, "it waits no more"
 
@@ -117,10 +117,10 @@ def test_worker_that_does_what_the_script_does_between_two_calls_takes_its_time(
 ) -> None:
     finish_call(regroup, 1)
     assert lose(regroup, 1, 2)
-    regroup.hear(2, "join", {"call": 2, "most": 0})
+    regroup.receive(2, "join", {"call": 2, "most": 0})
     clock.pass_time(2 * KILL_AFTER_S)
     assert hosts.killed == []
-    regroup.hear(0, "begin", {"call": 2, "most": 0})
+    regroup.receive(0, "begin", {"call": 2, "most": 0})
     assert hosts.heard_by(0) == ["broken"], "so that it does not wait for the lost one there"
 
 
@@ -170,9 +170,9 @@ def test_new_worker_may_be_on_its_way_for_as_long_as_the_first_were(hosts: Hosts
         slow.add(Member(number=number, node=0, local_rank=number, rank=number))
     clock.pass_time(2 * START_LIMIT_S)  # the script reads a large file, say
     for number in range(2):
-        slow.hear(number, "begin", {"call": 1, "most": 0})
+        slow.receive(number, "begin", {"call": 1, "most": 0})
     assert lose(slow, 1, 2)
-    slow.hear(0, "regroup", {"call": 1, "step": 7, "group": 0})
+    slow.receive(0, "regroup", {"call": 1, "step": 7, "group": 0})
     clock.pass_time(3 * START_LIMIT_S)
     assert hosts.killed == []
     clock.pass_time(3 * START_LIMIT_S + 1)
@@ -187,16 +187,16 @@ def test_new_worker_does_the_rest_of_the_script_where_the_others_have_come_to_it
     regroup.drop(0)
     assert regroup.goes_its_own_way(regroup.group_state.members[2])
     assert hosts.heard_by(2) == []
-    regroup.hear(2, "join", {"call": 1, "most": 0})
+    regroup.receive(2, "join", {"call": 1, "most": 0})
     assert hosts.heard_by(2) == ["passed"]
-    regroup.hear(2, "join", {"call": 2, "most": 0})
+    regroup.receive(2, "join", {"call": 2, "most": 0})
     assert hosts.heard_by(2) == ["passed", "refused"], "nobody will come to that call"
 
 
 def test_new_worker_that_waits_for_those_that_have_ended_is_refused(regroup: GroupCoordinator, hosts: Hosts) -> None:
     finish_call(regroup, 1)
     assert lose(regroup, 1, 2)
-    regroup.hear(2, "join", {"call": 2, "most": 0})
+    regroup.receive(2, "join", {"call": 2, "most": 0})
     regroup.drop(0)
     assert regroup.goes_its_own_way(regroup.group_state.members[2])
     assert hosts.heard_by(2) == ["refused"]
@@ -205,7 +205,7 @@ def test_new_worker_that_waits_for_those_that_have_ended_is_refused(regroup: Gro
 def test_worker_that_came_to_help_is_told_that_it_takes_nobodys_place(regroup: GroupCoordinator, hosts: Hosts) -> None:
     finish_call(regroup, 1)
     regroup.add_late(Member(number=2, node=1, local_rank=0, rank=2, late=True))
-    regroup.hear(2, "join", {"call": 1, "most": 0})
+    regroup.receive(2, "join", {"call": 1, "most": 0})
     assert hosts.reported[-1] == (2, "passed", {"call": 1, "outcome": None, "replaces": False})
 
 
@@ -222,18 +222,18 @@ def test_failures_in_calls_that_follow_each_other_are_no_failures_in_a_row(regro
     for call in range(1, 2 * MOST_WITHOUT_PROGRESS):
         assert lose(regroup, lost, lost + 1), f"in call {call}"
         lost += 1
-        regroup.hear(lost, "join", {"call": call, "most": 0})
-        regroup.hear(0, "regroup", {"call": call, "step": 0, "group": regroup.group_state.group})
+        regroup.receive(lost, "join", {"call": call, "most": 0})
+        regroup.receive(0, "regroup", {"call": call, "step": 0, "group": regroup.group_state.group})
         assert not regroup.group_state.broken
         finish_call(regroup, call)
         for member in regroup.group_state.trained():
-            regroup.hear(member.number, "begin", {"call": call + 1, "most": 0})
+            regroup.receive(member.number, "begin", {"call": call + 1, "most": 0})
 
 
 def test_where_nobody_goes_on_those_that_wait_for_a_silent_host_are_told_to_wait_no_more(
     regroup: GroupCoordinator, hosts: Hosts, clock: Clock
 ) -> None:
-    regroup.hear(1, "done", {"call": 1, "outcome": None})
+    regroup.receive(1, "done", {"call": 1, "outcome": None})
     regroup.refuse()
     regroup.refuse()
     assert hosts.reported == [], "they may find out by themselves"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhosts.control.agent.head_connection import EVERY_S
-from manyhosts.control.head.silences import LEAST_S, Rhythm
+from manyhosts.control.head.missing_hosts import LEAST_S, Rhythm
 
 Latency = Callable[[random.Random], float]
 

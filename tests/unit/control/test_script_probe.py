@@ -61,7 +61,7 @@ def account_of(rank: int, batches: list[torch.Tensor], *, seed: int = 0) -> dict
     heard = Heard()
     script_probe = watch(heard, workers=2)
     train(batches, seed)
-    script_probe.tell_end()
+    script_probe.report_end()
     script_probe.withdraw()
     assert heard.closed
     return heard.accounts[0]
@@ -144,7 +144,7 @@ def test_nothing_is_counted_any_more_after_the_end(steps: ScriptProbe, heard: He
     one.step()
     steps.withdraw()
     one.step()
-    steps.tell_end()
+    steps.report_end()
     assert (steps.done, heard.steps, heard.accounts) == (1, [1], [])
 
 
@@ -158,7 +158,7 @@ def test_account_of_the_first_steps_comes_once_they_are_made(heard: Heard) -> No
         one.step()
     [account] = heard.accounts
     assert (account["steps"], account["ended"], account["world"], account["workers"]) == (LOOKS, False, 0, 2)
-    script_probe.tell_end()
+    script_probe.report_end()
     assert heard.accounts[-1]["ended"]
     script_probe.withdraw()
 
@@ -215,6 +215,6 @@ def test_optimizer_that_was_made_is_remembered_without_a_step(heard: Heard, made
     script_probe = watch(heard, workers=1)
     if made:
         optimizer()
-    script_probe.tell_end()
+    script_probe.report_end()
     assert (heard.accounts[0]["optimizer"], heard.accounts[0]["steps"]) == (made, 0)
     script_probe.withdraw()

@@ -16,7 +16,7 @@ from manyhosts.control.head.group_state import GroupState, Member
 from manyhosts.control.head.takeover import HeadCheckpoint, Record, fingerprint, left_for
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Channel
-from manyhosts.control.protocol import Asked, ModulesPreloaded, Start, Tell, Trouble
+from manyhosts.control.protocol import ModulesPreloaded, Start, StopRequested, ToWorker, Trouble
 from manyhosts.control.session import Session
 from manyhosts.errors import ConfigError
 from manyhosts.records import run_directory
@@ -68,11 +68,11 @@ def test_another_session_goes_on_from_what_was_written_and_every_message_counts_
     assert (wires[0].way, first.holds_some_back) == ([], True), "nothing leaves before it is written down"
     first.release()
     wires[0].arrive()
-    for said in (Asked(signal=15), ModulesPreloaded(modules=["lost on the way"])):
+    for said in (StopRequested(signal=15), ModulesPreloaded(modules=["lost on the way"])):
         agent.say(said)
     wires[1].way.pop()
     wires[1].arrive()
-    first.say(Tell(member=0, content={}))
+    first.say(ToWorker(member=0, content={}))
     written = json.loads(json.dumps(first.to_dict()))
     agent.say(Trouble(text="never heard by the first", where="", early=False))
 

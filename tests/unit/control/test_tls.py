@@ -212,7 +212,7 @@ def test_agent_ends(
 def ask(client: HeadClient) -> None:
     client.fingerprint()
     client.say(Call(**Caller(TOKEN).call()))
-    client.hear(Prove)
+    client.receive(Prove)
 
 
 @each_act
@@ -248,7 +248,7 @@ def test_what_was_said_before_the_goodbye_is_heard(scene: Scene, called: Callabl
     with head_connection.connect(place) as connection:
         client = HeadClient(connection, place)
         client.fingerprint()
-        assert [client.hear(Prove).protocol, client.hear(Prove).protocol] == [1, 1]
+        assert [client.receive(Prove).protocol, client.receive(Prove).protocol] == [1, 1]
 
 
 def test_one_who_says_a_little_now_and_then_is_not_listened_to_for_ever(
@@ -264,7 +264,7 @@ def test_one_who_says_a_little_now_and_then_is_not_listened_to_for_ever(
 
     place = called(Peer(act, answers=True))
     with head_connection.connect(place) as connection, pytest.raises(LaunchError, match="nothing for"):
-        HeadClient(connection, place).hear(Prove)
+        HeadClient(connection, place).receive(Prove)
     with head_connection.connect(called(Peer(act, answers=True))) as connection, pytest.raises(TimeoutError):
         doctor_channel.call(connection, TOKEN, 0.5)
 
@@ -277,7 +277,7 @@ def test_one_who_says_too_much_before_a_proof_is_not_heard_out(called: Callable[
 
     place = called(Peer(act, answers=True))
     with head_connection.connect(place) as connection, pytest.raises(LaunchError, match="more than a head does"):
-        HeadClient(connection, place).hear(Prove)
+        HeadClient(connection, place).receive(Prove)
 
 
 def test_message_in_records_of_one_byte_is_understood(scene: Scene) -> None:

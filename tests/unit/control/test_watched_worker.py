@@ -28,7 +28,7 @@ class Host:
         self.loop = Loop()
         (folder / "logs").mkdir()
         self.reported: list[tuple[str, dict[str, Any]]] = []
-        self.store = StoreLines(self.tell)
+        self.store = StoreLines(self.report)
         self.desk = ReportServer(
             self.loop,
             address,
@@ -45,15 +45,15 @@ class Host:
             log=folder / "logs" / "n1-3.log",
             log_bytes=0,
             error_file=self.error_file,
-            tell=self.tell,
-            show=self.tell,
+            report=self.report,
+            show=self.report,
             on_failure=self.note_failure,
             before_end=self.desk.drain,
             on_imported=self.imported.extend,
         )
         self.out, self.err, self.line, self.stack = self.worker.open_pipes()
 
-    def tell(self, message: FromAgent) -> None:
+    def report(self, message: FromAgent) -> None:
         self.reported.append((message.NAME, content_of(message)))
 
     def note_failure(self, worker: WatchedWorker) -> None:
@@ -99,8 +99,8 @@ def test_log_that_cannot_be_written_is_told_once_and_every_line_is_passed_on(hos
         log=tmp_path / "logs" / "full-3.log",
         log_bytes=0,
         error_file=host.error_file,
-        tell=host.tell,
-        show=host.tell,
+        report=host.report,
+        show=host.report,
         on_failure=host.note_failure,
         before_end=host.desk.drain,
         on_imported=host.imported.extend,

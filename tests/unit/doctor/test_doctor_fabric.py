@@ -41,7 +41,7 @@ def test_adapters_and_links_are_read_from_the_system(tmp_path: Path, monkeypatch
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.setattr(fabric, "SYSFS", str(tmp_path))
-    found = fabric.look()
+    found = fabric.probe()
     assert [(port["adapter"], port["kind"], port["state"], port["interfaces"]) for port in found["rdma"]] == [
         ("mlx5_0", "InfiniBand", "ACTIVE", ["ib0"]),
         ("mlx5_1", "RoCE", "DOWN", ["eth1"]),
@@ -57,8 +57,8 @@ def test_adapters_and_links_are_read_from_the_system(tmp_path: Path, monkeypatch
 def test_host_without_any_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fabric, "SYSFS", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert fabric.look() == {"rdma": [], "nvlink": []}
-    assert fast_links.of_host({"fabric": fabric.look()}) == ""
+    assert fabric.probe() == {"rdma": [], "nvlink": []}
+    assert fast_links.of_host({"fabric": fabric.probe()}) == ""
     assert list(fast_links.findings([host("a")])) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 from manyhosts.cluster.findings import Finding
 from manyhosts.control.first_node import NodeInfo
 from manyhosts.control.job import Job
-from manyhosts.doctor import as_job, in_job
+from manyhosts.doctor import as_job
 from manyhosts.doctor.examination import Examination, Request
 from manyhosts.launchers.kubernetes.kubernetes import Kubernetes
 from manyhosts.launchers.sagemaker.sagemaker import SageMaker
@@ -23,16 +23,16 @@ JOB = Job(program="doctor", folder=Path("/project"), run_dir=Path("/tmp/doctor")
 
 def test_long_report_comes_through_a_log_in_short_lines_among_others(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.dumps({"text": "ä" * 20_000})
-    in_job._say("does", "looking")
+    as_job._say("does", "looking")
     sys.stdout.write("a library says something\n")
-    in_job._say("found", report)
+    as_job._say("found", report)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) < 8200
-    assert list(in_job.read(lines)) == [("does", "looking"), ("else", "a library says something"), ("found", report)]
+    assert list(as_job.read(lines)) == [("does", "looking"), ("else", "a library says something"), ("found", report)]
 
 
 def test_report_that_breaks_off_is_none() -> None:
-    assert list(in_job.read(['manyhosts-doctor found {"schema": 1', "Killed"])) == [("else", "Killed")]
+    assert list(as_job.read(['manyhosts-doctor found {"schema": 1', "Killed"])) == [("else", "Killed")]
 
 
 def test_examination_is_the_same_after_its_way_through_json() -> None:
@@ -43,7 +43,7 @@ def test_examination_is_the_same_after_its_way_through_json() -> None:
 
 def test_node_that_has_not_reported_is_named_with_where_it_should_have_called() -> None:
     here = NodeInfo(number=0, hosts=("a-0", "a-1"), head="a-0.a:29400", address="10.0.0.1", token="t")
-    lost = in_job._missing(here, [in_job.Reached("a-0", {}, None)])
+    lost = as_job._missing(here, [as_job.Reached("a-0", {}, None)])
     assert [one.what for one in lost] == ["host a-1 did not report to a-0 within 90 s"]
     assert "a-0.a:29400" in lost[0].fix
     assert lost[0].kind == "reach"

@@ -215,7 +215,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: i
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return graphics.look()
+    return graphics.probe()
 
 
 def test_gpus_are_read_from_what_the_driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_driver_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_no_gpu_is_no_trouble(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert graphics.look() == {"gpus": [], "trouble": ""}
+    assert graphics.probe() == {"gpus": [], "trouble": ""}
 
 
 def test_address_of_a_proxy_is_told_to_nobody() -> None:
@@ -291,6 +291,6 @@ def test_station_runs_as_one_program_with_the_standard_library_alone(tmp_path: P
     assert (hello["manyhosts"], hello["torch"]) == ("", "")
     assert look["answer"]["condition"]["cores"] >= 1
     assert (left["answer"], seen["answer"]) == ("", "here")
-    assert nonsense["trouble"] == "nobody here knows what 'nonsense' is"
+    assert nonsense["trouble"] == "'nonsense' is not known here"
     assert loop["answer"]["cpu"] > 0
     assert not (tmp_path / "runs").exists(), "what it made is gone"

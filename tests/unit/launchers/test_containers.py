@@ -200,7 +200,7 @@ def test_host_that_cannot_start_the_container_says_why_in_a_sentence(
         (125, 'could not select device driver "" with capabilities: [[gpu]]', "on host h cannot have its GPUs"),
         (126, "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all", "cannot have its GPUs"),
         (125, "no space left on device", "no container of the image i:1 starts on host h: no space left on device"),
-        (255, "ssh: connect to host h port 22: Connection refused", "nobody listens on its port 22"),
+        (255, "ssh: connect to host h port 22: Connection refused", "no server listens on its port 22"),
     ],
 )
 def test_what_runtimes_say_becomes_a_sentence_and_what_ssh_says_stays_one(

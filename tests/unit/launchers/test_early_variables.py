@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.launchers import scripts
-from manyhosts.launchers.early_variables import set_before_torch
+from manyhosts.launchers.scripts import set_before_torch
 
 CASES = {
     'import os\nos.environ["OMP_NUM_THREADS"] = "3"\nimport torch': ("OMP_NUM_THREADS",),

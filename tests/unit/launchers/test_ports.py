@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from manyhosts.cluster import ports as port_range
 from manyhosts.cluster.ports import VARIABLE, Range, needed
-from manyhosts.control.agent import port_choice
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.hosts import ports, remote_probe
@@ -93,18 +93,18 @@ def test_entry_of_a_called_function_is_found_in_libraries_of_both_machines(machi
     made, entry = image(machine, kind)
     memory = ctypes.create_string_buffer(made, len(made))
     base = ctypes.addressof(memory)
-    assert port_choice.entry_in(base, "bind") == base + entry
-    assert port_choice.entry_in(base, "listen") == 0
+    assert port_range.entry_in(base, "bind") == base + entry
+    assert port_range.entry_in(base, "listen") == 0
     memory.raw = image(machine, kind + 1)[0]
-    assert port_choice.entry_in(base, "bind") == 0, "another kind of entry is left alone"
+    assert port_range.entry_in(base, "bind") == 0, "another kind of entry is left alone"
     memory.raw = image(40, kind)[0]
-    assert port_choice.entry_in(base, "bind") == 0, "a machine that is not known"
+    assert port_range.entry_in(base, "bind") == 0, "a machine that is not known"
 
 
 GLOO = f"""
 import os, psutil, torch.distributed as dist
-from manyhosts.control.agent import port_choice
-port_choice.begin()
+from manyhosts.cluster import ports
+ports.limit_gloo()
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 found = psutil.Process().net_connections("tcp")

@@ -19,7 +19,7 @@ from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers.commands import run_command
 from manyhosts.launchers.slurm import batch
-from manyhosts.launchers.slurm import script as slurm_script
+from manyhosts.launchers.slurm import slurm as slurm_engine
 from manyhosts.launchers.slurm.slurm import Slurm
 
 INSIDE = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
@@ -52,7 +52,7 @@ def job(folder: Path = Path("/work"), **more: object) -> Job:
 
 def test_batch_script_is_this_text() -> None:
     options = {"partition": "gpu", "time": "2:00:00", "gpus": "a100:4", "account": "lab one", "mem": "0"}
-    assert slurm_script.script(job(options=options, workers_per_node=4)) == (
+    assert slurm_engine.batch_script(job(options=options, workers_per_node=4)) == (
         "#!/bin/bash\n"
         "#SBATCH --job-name=run\n"
         "#SBATCH --nodes=2\n"
@@ -72,11 +72,11 @@ def test_batch_script_is_this_text() -> None:
 
 
 def test_every_option_is_explained_and_reaches_slurm() -> None:
-    known = [key for key in slurm_script.OPTIONS if not key.startswith("container")]  # for srun: see test_containers
+    known = [key for key in slurm_engine.OPTIONS if not key.startswith("container")]  # for srun: see test_containers
     values = dict.fromkeys(known, "7") | {"requeue": "no", "exclusive": "yes", "python": "/opt/python"}
     wished = job(options=values, workers_per_node=7)
     slurm().check(wished)
-    text = slurm_script.script(wished)
+    text = slurm_engine.batch_script(wished)
     assert text.count("=7\n") == 13
     assert all(part in text for part in ("--no-requeue\n", "--exclusive\n", "B:USR1@7\n", "exec /opt/python "))
 
@@ -342,7 +342,7 @@ def test_job_that_saved_no_step_is_not_queued_again(
     [("a", "a"), ("n[1-3],m", "n1 n2 n3 m"), ("g[08-10,12]-x", "g08-x g09-x g10-x g12-x"), ("", "")],
 )
 def test_lists_of_hosts_as_slurm_writes_them(nodes: str, hosts: str) -> None:
-    assert slurm_script.hosts_of(nodes) == hosts.split()
+    assert slurm_engine.hosts_of(nodes) == hosts.split()
 
 
 def test_program_that_is_not_there_is_a_sentence() -> None:

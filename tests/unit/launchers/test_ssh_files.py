@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from manyhosts.errors import LaunchError
-from manyhosts.hosts import files, remote_probe, sync
+from manyhosts.hosts import files, remote_probe
 from manyhosts.hosts.files import Files
 from manyhosts.hosts.remote_probe import MARK_OF_DISK
+from manyhosts.launchers.ssh import run_files
 
 CHATTY = "head -c 200000 /dev/zero | tr '\\0' 'e' >&2; echo 'Welcome to the cluster!'; "
 
@@ -105,10 +106,10 @@ def test_shell_with_a_banner_and_much_on_stderr_stops_nothing(tmp_path: Path) ->
     (here / "gone.py").unlink()
     far = Far(here, root)
     reported: list[tuple[int, int]] = []
-    sync.bring(far, found, tell=lambda *numbers: reported.append(numbers))
+    run_files.bring(far, found, progress=lambda *numbers: reported.append(numbers))
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["data/x.bin", "train.py"]
     put(root, "run/result.txt", "run/logs/far-0.log", f"run/{MARK_OF_DISK}1")
-    sync.fetch(far, here / "run")
+    run_files.fetch(far, here / "run")
     assert (here / "run" / "result.txt").read_text() == "run/result.txt"
     assert not (here / "run" / f"{MARK_OF_DISK}1").exists()
 
@@ -117,18 +118,18 @@ def test_what_is_here_already_is_not_brought_again_in_either_direction(tmp_path:
     here, root = tmp_path / "here", tmp_path / "there"
     put(here, "train.py", "sub/part.py")
     found, far = Files.to_bring(here), Far(here, root)
-    sync.bring(far, found)
+    run_files.bring(far, found)
     put(root, "run/kept.txt", "run/gone.txt", "run/deep/new name.txt", "run/-f", f"run/{MARK_OF_DISK}1")
     (root / "run" / "link").symlink_to("deep")
     (root / "run" / "empty").mkdir()
-    sync.fetch(far, here / "run")
+    run_files.fetch(far, here / "run")
     assert (here / "run" / "link").is_symlink()
     assert (here / "run" / "empty").is_dir()
     assert (here / "run" / "-f").is_file()
     (root / "run" / "deep" / "new name.txt").write_text("longer than it was")
     before = {path: path.stat().st_ctime_ns for path in [*root.rglob("*.*"), *here.rglob("*.*")]}
-    sync.bring(far, found)
-    sync.fetch(far, here / "run")
+    run_files.bring(far, found)
+    run_files.fetch(far, here / "run")
     changed = [path for path, when in before.items() if path.stat().st_ctime_ns != when]
     assert changed == [here / "run" / "deep" / "new name.txt"]
     assert changed[0].read_text() == "longer than it was"
@@ -138,9 +139,9 @@ def test_file_of_one_size_and_time_and_of_other_content_is_brought(tmp_path: Pat
     here, root = tmp_path / "here", tmp_path / "there"
     put(here, "train.py", "model.bin", "other.py")
     (here / "link").symlink_to("train.py")
-    (here / "model.bin").write_bytes(bytes(sync._MOST_HASHED))
-    sync.bring(Far(here, root), found := Files.to_bring(here))
-    for name, content in (("train.py", b"trein.py"), ("model.bin", b"1" + bytes(sync._MOST_HASHED - 1))):
+    (here / "model.bin").write_bytes(bytes(run_files._MOST_HASHED))
+    run_files.bring(Far(here, root), found := Files.to_bring(here))
+    for name, content in (("train.py", b"trein.py"), ("model.bin", b"1" + bytes(run_files._MOST_HASHED - 1))):
         state = (root / name).stat()
         (root / name).write_bytes(content)
         os.utime(root / name, ns=(state.st_atime_ns, state.st_mtime_ns))
@@ -148,7 +149,7 @@ def test_file_of_one_size_and_time_and_of_other_content_is_brought(tmp_path: Pat
     (root / "link").unlink()
     (root / "link").symlink_to("other.py")
     os.utime(root / "link", ns=(link.st_atime_ns, link.st_mtime_ns), follow_symlinks=False)
-    sync.bring(Far(here, root), found)
+    run_files.bring(Far(here, root), found)
     assert (root / "train.py").read_text() == "train.py"
     assert (root / "model.bin").read_bytes()[:1] == b"1", "large files go by size and time"
     assert os.readlink(root / "link") == "train.py", "it led to another file, with a name as long"
@@ -161,7 +162,7 @@ def test_links_that_lead_out_and_pipes_stay_there_by_name_and_all_else_comes(tmp
     for name, target in {"b-out": "/etc/hostname", "c-up": "../../x", "d-in": f"{here}/run/deep"}.items():
         (root / "run" / name).symlink_to(target)
     os.mkfifo(root / "run" / "e-pipe")
-    left = sync.fetch(Far(here, root), here / "run")
+    left = run_files.fetch(Far(here, root), here / "run")
     assert sorted(left) == [
         "b-out (a link to /etc/hostname)",
         "c-up (a link to ../../x)",
@@ -177,7 +178,7 @@ def test_file_that_vanishes_while_it_is_fetched_is_no_trouble(tmp_path: Path) ->
     put(here, "train.py")
     far = Far(here, root, f"rm {root}/run/gone.txt; ")
     put(root, "run/kept.txt", "run/gone.txt")
-    sync.fetch(far, here / "run")
+    run_files.fetch(far, here / "run")
     assert [path.name for path in (here / "run").iterdir()] == ["kept.txt"]
 
 
@@ -191,12 +192,12 @@ def test_what_goes_wrong_with_files_is_a_sentence(tmp_path: Path) -> None:
         return Far(here, root, first)
 
     with pytest.raises(LaunchError, match="host far: tar: x: No space left on device"):
-        sync.bring(far("echo 'tar: x: No space left on device' >&2; exit 2; "), found)
+        run_files.bring(far("echo 'tar: x: No space left on device' >&2; exit 2; "), found)
     put(root, "run/result.txt")
     for first in ("exit 1; ", "printf 'manyhosts-archive rubbish'; exit 0; ", "exit 0; "):
         with pytest.raises(LaunchError, match="files could not be brought to or from host far"):
-            sync.fetch(far(first), here / "run")
+            run_files.fetch(far(first), here / "run")
     (here / "run" / "result.txt").mkdir(parents=True)  # the archive's file cannot take its place
     (here / "run" / "result.txt" / "x").touch()
     with pytest.raises(LaunchError, match=r"host far: .*irectory"):
-        sync.fetch(far(""), here / "run")
+        run_files.fetch(far(""), here / "run")

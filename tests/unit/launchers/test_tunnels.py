@@ -11,9 +11,9 @@ from launching import wait_until
 from manyhosts.control.head.state import AgentProcess
 from manyhosts.errors import LaunchError
 from manyhosts.hosts.connection import Connection, Unreachable
-from manyhosts.launchers.ssh import tunnels
+from manyhosts.launchers.ssh import remote_agent
 from manyhosts.launchers.ssh.host import Host
-from manyhosts.launchers.ssh.tunnels import TunnelledAgent
+from manyhosts.launchers.ssh.remote_agent import TunnelledAgent
 
 LOST_BY_SSH = 255
 
@@ -67,7 +67,7 @@ class Agent:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    monkeypatch.setattr(tunnels, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(remote_agent, "_AGAIN_S", 0.01)
     return Host(0, cast(Connection, Reached([], [])), tunnel=4000)
 
 
@@ -82,7 +82,7 @@ def test_tunnel_that_ssh_gave_up_is_opened_again_on_its_port_and_its_agent_count
     log, holds = reached(host).log, reached(host).holds
     holds += [1, 1]
     connections, process = [host.connection], Agent()
-    tunnel = tunnels.keep(host, connections, "10.0.0.1", 29400)
+    tunnel = remote_agent.keep(host, connections, "10.0.0.1", 29400)
     agent: AgentProcess = TunnelledAgent(process, tunnel)
     assert agent.poll() is None
     with host.being_called:  # nobody reaches it meanwhile
@@ -98,9 +98,9 @@ def test_tunnel_that_ssh_gave_up_is_opened_again_on_its_port_and_its_agent_count
 
 
 def test_tunnel_of_an_agent_in_whose_place_there_is_another_is_opened_no_more(host: Host) -> None:
-    first = tunnels.keep(host, [host.connection], "10.0.0.1", 1)
+    first = remote_agent.keep(host, [host.connection], "10.0.0.1", 1)
     host.tunnel = 5000
-    second = tunnels.keep(host, [host.connection], "10.0.0.1", 1)
+    second = remote_agent.keep(host, [host.connection], "10.0.0.1", 1)
     old, connections = TunnelledAgent(Agent(), first), reached(host)
     connections.ended.set()
     wait_until(lambda: second.is_open and host.was_cut_off, "the second is open again")
@@ -112,7 +112,7 @@ def test_tunnel_of_an_agent_in_whose_place_there_is_another_is_opened_no_more(ho
 
 
 def test_tunnel_is_left_alone_when_all_is_over(host: Host) -> None:
-    tunnel = tunnels.keep(host, [host.connection], "10.0.0.1", 1)
+    tunnel = remote_agent.keep(host, [host.connection], "10.0.0.1", 1)
     log = reached(host).log
     tunnel.close()
     host.connection.close()

@@ -134,7 +134,7 @@ def test_verify_names_the_file_and_what_is_wrong_with_it(run: Path, capsys: pyte
     assert main(["snapshots", "verify", str(run)]) == 2
     out = capsys.readouterr().out
     assert f"best: {TENSORS} is damaged: its sha256 is" in out
-    assert "step-00000030: whole" in out
+    assert "step-00000030: complete" in out
 
 
 def test_verify_takes_one_snapshot_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

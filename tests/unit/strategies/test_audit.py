@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhosts.cluster.processor import processor
+from manyhosts.device import processor
 from manyhosts.snapshot.fingerprint import tensor_checksums
 from manyhosts.strategies.audit import Digest, find_wrong
 

@@ -38,7 +38,7 @@ def locked(tmp_path: Path) -> Iterator[run_lock.RunLock]:
 
 def looked(live: LiveRun, until: Callable[[], bool]) -> LiveRun:
     deadline = time.monotonic() + 30
-    while live.look() or not until():
+    while live.refresh() or not until():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return live
@@ -46,17 +46,17 @@ def looked(live: LiveRun, until: Callable[[], bool]) -> LiveRun:
 
 def test_run_is_watched_from_before_its_first_line_to_its_end(tmp_path: Path, locked: run_lock.RunLock) -> None:
     live = LiveRun(tmp_path)
-    live.look()
+    live.refresh()
     assert live.run.status == "starting"
     directory = make_run(tmp_path, [started(total_steps=8)], end=None, hosts=["here"])
-    live.look()
+    live.refresh()
     assert live.run.status == "running"
     assert live.run.script == "train.py"
     add(directory, stepped(1), stepped(2))
-    live.look()
+    live.refresh()
     assert live.history.steps == 2
     add(directory, ended(2))
-    live.look()
+    live.refresh()
     assert live.run.status == "completed"
     assert not live.is_over  # the script may test, or begin another training
     locked.release()
@@ -78,7 +78,7 @@ def test_exit_code_tells_how_the_run_has_ended(end: str | None, code: int, tmp_p
 def test_owner_that_was_killed_ends_the_watching(tmp_path: Path, locked: run_lock.RunLock) -> None:
     make_run(tmp_path, end=None)
     live = LiveRun(tmp_path)
-    live.look()
+    live.refresh()
     assert live.run.status == "running"
     owner = dataclasses.asdict(locked.owner) | {"began": "never"}  # the process has that number no more
     (tmp_path / run_lock.NAME).write_text(json.dumps(owner))
@@ -100,7 +100,7 @@ def test_owner_on_another_machine_lives_while_it_touches_its_lock(
     live = LiveRun(tmp_path)
     for beat in range(8):
         os.utime(lock, (BEGIN + beat, BEGIN + beat))  # by a clock that is years behind
-        live.look()
+        live.refresh()
         time.sleep(0.1)
     assert not live.is_over
     looked(live, lambda: live.is_over)
@@ -117,13 +117,13 @@ def test_lines_that_were_taken_back_count_no_more_and_nothing_is_printed_twice(
     for event in [started(), *map(stepped, range(1, 6)), validated(5, loss=0.5)]:
         tell(event)
     file.flush()
-    live.look()
+    live.refresh()
     printed += lines.new(live)
     assert live.history.steps == 5
     tell(started(2, time=BEGIN + 20, resumed_from="snapshots/step-00000002"))  # continues from step 2
     tell(stepped(3, time=BEGIN + 21, loss=7.0))
     file.flush()
-    live.look()
+    live.refresh()
     printed += lines.new(live)
     assert live.begun_again == 1
     assert live.history.last["step"] == 3
@@ -146,7 +146,7 @@ def test_rewound_run_is_read_anew(tmp_path: Path, locked: run_lock.RunLock) -> N
     for event in [started(), *map(stepped, range(1, 9))]:
         tell(event)
     file.flush()
-    live.look()
+    live.refresh()
     tell(
         Recovered(
             step=4, reason="the loss is nan", how="from the snapshot", steps_redone=4, seconds_lost=4.0,
@@ -154,7 +154,7 @@ def test_rewound_run_is_read_anew(tmp_path: Path, locked: run_lock.RunLock) -> N
         )
     )  # fmt: skip
     file.flush()
-    live.look()
+    live.refresh()
     assert live.history.last["step"] == 4
     assert live.history.steps == 4
     file.close()
@@ -165,10 +165,10 @@ def test_progress_is_printed_now_and_then(tmp_path: Path, locked: run_lock.RunLo
     directory = make_run(tmp_path, [started(total_steps=8)], end=None, hosts=["here"])
     live, lines = LiveRun(tmp_path), Lines()
     lines.EVERY_S = 0.0  # type: ignore[misc]
-    live.look()
+    live.refresh()
     lines.new(live)
     add(directory, *map(stepped, range(1, 5)))
-    live.look()
+    live.refresh()
     [line] = lines.new(live)
     assert "50 % done, step 4 of 8, epoch 1 of 2, training loss 0.2500, speed 8 samples/s, 0:04 left" in line
     live.close()

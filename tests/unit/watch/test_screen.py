@@ -29,7 +29,7 @@ def shown(live: LiveRun | LiveStudy, width: int = 110, height: int = 60) -> str:
 def live(tmp_path: Path) -> LiveRun:
     make_run(tmp_path)
     found = LiveRun(tmp_path)
-    while found.look():
+    while found.refresh():
         pass
     found.close()
     return found
@@ -67,7 +67,7 @@ def test_on_80_columns_no_word_is_cut(live: LiveRun) -> None:
 def test_run_that_has_not_begun_is_drawn_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     live = LiveRun(tmp_path)
-    live.look()
+    live.refresh()
     assert "starting" in shown(live) or "not begun" in shown(live) or "running" in shown(live)
     live.close()
 
@@ -76,7 +76,7 @@ def test_of_many_workers_the_slowest_are_shown(tmp_path: Path) -> None:
     hosts = [f"host-{number}" for number in range(20)]
     make_run(tmp_path, list(story(hosts=hosts)), hosts=hosts)
     live = LiveRun(tmp_path)
-    live.look()
+    live.refresh()
     text = shown(live)
     assert "the slowest 8 of 20" in text
     assert "rank 2 on host-2" in text
@@ -91,7 +91,7 @@ def test_study_shows_each_run_as_it_stands(tmp_path: Path, monkeypatch: pytest.M
     make_study(folder, Asked(script=str(script), nodes=(1, 2, 4), workers_per_node=1), fails=2)
     monkeypatch.setattr(live_study, "_SETTLE_S", 0.0)
     live, lines = LiveStudy(folder), Lines()
-    while live.look():
+    while live.refresh():
         pass
     text = shown(live)
     assert "study of train.py  2 of 3 runs done" in text

@@ -1,4 +1,4 @@
-"""The agent: one process per host that belongs to a run. It tells the head of its host, and starts the workers there.
+"""The agent: one process per host of a run. It reports the state of its host to the head and starts the workers there.
 
     python -m manyhosts.control.agent.agent --head HOST:PORT --node N
 
@@ -9,7 +9,7 @@ What the two say to each other is in `control.protocol`.
 
 Where the head was killed and another one may take the run over, workers continue for `head_timeout_s`, as where the way
 to it is broken. When the head is gone for good, everything this host runs is ended. Workers that have a Trainer may
-first save what they hold, for `FAREWELL_S` at most; meanwhile nobody else can begin to run in the run directory.
+first save their state, for `FAREWELL_S` at most; until then no other run can use the run directory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Origin:
     launcher: int = 0
     """A process of this host that ends with the launcher, if there is one."""
     joins: Mapping[str, Any] | None = None
-    """What the head is told of a host that has come to the run itself. Its user may take it back at any time."""
+    """What a host that joined by itself sends to the head first. Its user may take it back at any time."""
 
 
 class Agent:
@@ -83,7 +83,7 @@ class Agent:
         self._words = Screen(sys.stderr, sys.stderr)
         self._loop, self._node = loop, node
         self._until_left = contextlib.ExitStack()
-        """What is held until everything on this host has ended."""
+        """Released when everything on this host has ended."""
         self._asked = 0.0
         self._headless = False
         self._known = False
@@ -103,7 +103,7 @@ class Agent:
             hello=self._hello(),
             on_message=self._obey,
             on_end=self._lose_head,
-            tell=self._words.err.write,
+            show=self._words.err.write,
         )
         self._workers = LocalWorkers(loop, self._head, self._words.err.write)
         self._connectivity = ConnectivityCheck(loop, self._head, self._address)
@@ -162,8 +162,8 @@ class Agent:
 
     def _obey_about_others(self, message: protocol.FromHead) -> None:
         match message:
-            case protocol.Tell():
-                self._workers.tell(message.member, message.content)
+            case protocol.ToWorker():
+                self._workers.send(message.member, message.content)
             case protocol.Kill():
                 self._workers.kill(message.member)
             case protocol.CloseStore():
@@ -173,10 +173,10 @@ class Agent:
             case protocol.TryConnections():
                 self._connectivity.try_connections(message.places)
             case protocol.ListenForHost():
-                self._connectivity.tell_port(self._ports)
-            case protocol.Look():
+                self._connectivity.report_port(self._ports)
+            case protocol.InspectWorkers():
                 number = message.round
-                self._workers.look(lambda seen: self._head.say(protocol.Seen(round=number, workers=seen)))
+                self._workers.inspect(lambda seen: self._head.say(protocol.WorkerStates(round=number, workers=seen)))
 
     def _prepare(self, message: protocol.Prepare) -> None:
         """See that this host can start the workers, and have all be loaded that they need."""
@@ -194,18 +194,18 @@ class Agent:
                 f" out of the run; logs: {logs}\n"
             )
         if missing := _missing(command):
-            self._tell_unfit(missing, command["folder"])
+            self._report_unfit(missing, command["folder"])
             return
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._tell_unfit(f"cannot make the folder for logs: {error.strerror}", str(logs))
+            self._report_unfit(f"cannot make the folder for logs: {error.strerror}", str(logs))
             return
         self._ports = Range.of(message.environment.get(VARIABLE, ""))
         try:
             ports.see_that_enough_are_free(self._address, self._ports, needed(message.workers))
         except LaunchError as error:
-            self._tell_unfit(error.what, f"address {self._address}")
+            self._report_unfit(error.what, f"address {self._address}")
             return
         environment = {**os.environ, **message.environment}
         environment |= variables.of_host(environment, cores=host_state.cores(), workers=message.workers)
@@ -228,9 +228,9 @@ class Agent:
         )
         self._workers.prepare(setup)
         if message.tell_condition:
-            self._connectivity.tell_condition(message.run_dir, environment, opens=message.listen, ports=self._ports)
+            self._connectivity.report_condition(message.run_dir, environment, opens=message.listen, ports=self._ports)
 
-    def _tell_unfit(self, text: str, where: str) -> None:
+    def _report_unfit(self, text: str, where: str) -> None:
         """This host can start no worker, and has started none."""
         self._head.say(protocol.Trouble(text=text, where=where, early=True))
         self._fit = False
@@ -239,10 +239,10 @@ class Agent:
         try:
             self._workers.open_store(message.generation, message.address, self._ports, listens=message.listens)
         except LaunchError as error:
-            self._tell_unfit(error.what, error.where)
+            self._report_unfit(error.what, error.where)
         except OSError as error:
-            what = f"this host cannot listen at {message.address}, which it has told the head as its address"
-            self._tell_unfit(f"{what}: {error.strerror or error}", "")
+            what = f"this host cannot listen at {message.address}, which is the address that the head has for it"
+            self._report_unfit(f"{what}: {error.strerror or error}", "")
 
     def _start(self, message: protocol.Start) -> None:
         if self._can_be_taken_over and not self._head.waits_for_another:
@@ -270,7 +270,7 @@ class Agent:
         if self._asked and time.monotonic() > self._asked + _ONE_WISH_S:
             self.leave()
         self._asked = self._asked or time.monotonic()
-        self._head.say(protocol.Asked(signal=int(number)))
+        self._head.say(protocol.StopRequested(signal=int(number)))
 
     def _lose_head(self) -> None:
         """The head is gone: workers that have a Trainer may save what they hold before everything is ended."""
@@ -285,13 +285,13 @@ class Agent:
         self._workers.have_saved(saving, "the head of this run is gone")
         deadline = time.monotonic() + FAREWELL_S
 
-        def look() -> None:
+        def check() -> None:
             if all(worker.ended for worker in saving) or time.monotonic() > deadline:
                 self.leave()
             else:
-                self._loop.after(_LOOK_S, look)
+                self._loop.after(_LOOK_S, check)
 
-        look()
+        check()
 
     def leave(self) -> None:
         """End everything on this host. Called when the head says so, and when it is gone."""

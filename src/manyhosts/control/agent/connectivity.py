@@ -1,4 +1,4 @@
-"""An agent's part of the look before a run: it tells how its host is, lets others connect, and connects to them."""
+"""An agent's part of the checks before a run: it reports its host's state, and tries connections in both directions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class ConnectivityCheck:
         """`address` is where other hosts reach this one."""
         self._loop, self._head, self._address = loop, head, address
 
-    def tell_condition(self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None) -> None:
+    def report_condition(
+        self, run_dir: str, environment: Mapping[str, str], *, opens: bool, ports: Range | None
+    ) -> None:
         """Say how this host is for workers with `environment`, and at which port others may try it, if it opens one."""
         port = self._open(ports) if opens else 0
         self._head.say(Condition(reported=host_state.gather(run_dir, environment), port=port))
 
-    def tell_port(self, ports: Range | None) -> None:
+    def report_port(self, ports: Range | None) -> None:
         """Say at which port others may connect."""
         self._head.say(Connectivity(port=self._open(ports)))
 
@@ -40,7 +42,7 @@ class ConnectivityCheck:
 
     def try_connections(self, places: Sequence[Any]) -> None:
         """Try to reach other hosts: a firewall may keep that waiting for seconds."""
-        self._loop.beside(
+        self._loop.run_in_thread(
             lambda: remote_probe.try_all_connections(list(places)),
             lambda answers: self._head.say(ConnectionsTried(answers=answers)),
         )

@@ -59,7 +59,7 @@ class ForkServer:
         process of this host; empty where none may. With `stays_s` it is known so for so long after `rest`, too.
 
         `stdin`: workers may read what comes on the standard input of this process.
-        `on_warm` hears what it has loaded beside that, because workers have imported it; `on_words` what it and the
+        `on_warm` receives the modules loaded later, because workers imported them; `on_words` what it and the
         store print.
         """
         self._loop, self._on_event, self._on_warm, self._on_end = loop, on_event, on_warm, on_end
@@ -109,14 +109,14 @@ class ForkServer:
             self._loop.after(_SETTLED_S, lambda: self.ask("warm", modules=list(modules)))
 
     def close(self, *, spare: bool = False) -> None:
-        """End it, and with it every worker. `spare`: what workers that ended well have left behind continues."""
+        """End it, and with it every worker. `spare`: leave processes that finished workers started running."""
         if spare:
             self.ask("spare")
         self.ask("end")
         self._loop.unwatch(self._socket)
         self._socket.close()
         try:
-            self._process.wait(timeout=2 if self.ready else 0)  # while it loads, it has nobody to end
+            self._process.wait(timeout=2 if self.ready else 0)  # while it loads, it has no workers to end
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()

@@ -7,7 +7,7 @@ it over a socket, one JSON line per request, with the descriptors that a request
     store     fork the process that keeps the store; descriptor: the socket it listens on
     signal    send a signal to a worker, or to all that it has started
     warm      load what a worker has imported, as far as that may be done for all (`agent.import_preloader`)
-    spare     leave alone what workers have left behind: all of them have ended well
+    spare     leave processes alone that workers started: all workers have finished successfully
 
     rest      end every worker, and wait for the agent of another run (`agent.warm`)
     end       end, and with it every worker
@@ -41,7 +41,7 @@ _QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BURIAL_S = 5.0
 """How long processes that were killed may take to end: the kernel holds some of them."""
 _REST_S = 1.0
-"""The same at the end of a run. Where the script has left a process behind, no other run is waited for."""
+"""The same at the end of a run. If the script left a process running, no other run waits for it."""
 
 
 def main() -> None:
@@ -81,11 +81,11 @@ def main() -> None:
 def _load(modules: list[str]) -> None:
     gc.disable()
     import_preloader.load(modules)
-    gc.freeze()  # what stands here is never looked at again, so that its memory stays shared with the workers
+    gc.freeze()  # exempt from garbage collection, so that these pages stays shared with the workers
 
 
 class ForkServerProcess:
-    """Forks workers and tells the agent how they ended."""
+    """Forks workers and reports to the agent how they ended."""
 
     def __init__(self, agent: socket.socket, waiting: standby.Waiting | None = None) -> None:
         """`waiting` is where another agent may connect."""
@@ -105,11 +105,11 @@ class ForkServerProcess:
         """Where a child says how far it came with what may be loaded."""
         self._to_load: list[str] = []
         self._is_loading = False
-        """Whether an import is under way: the end of a worker is told all the same, others wait for it to continue."""
+        """Whether an import is in progress: workers that end are still reported, new ones wait for it to finish."""
         self._warm: list[str] = []
         """What was loaded for the workers to come."""
         self._spares = False
-        """Whether what workers have left behind continues when this process ends."""
+        """Whether processes that workers started keep running when this one ends."""
         self._wake, self._woken = os.pipe()
         for end in (self._wake, self._woken):
             os.set_blocking(end, False)
@@ -120,7 +120,7 @@ class ForkServerProcess:
         for number in _QUIET:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
-        self._tell("ready")
+        self._send("ready")
         while self._wait():
             pass
 
@@ -146,7 +146,7 @@ class ForkServerProcess:
     def detach(self) -> None:
         """Hold nothing of the run that is over: its terminal, its folder, its agent."""
         titles.set_title("manyhosts fork server of the workers, kept for the next run")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nobody is hurt by its end now
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it has no workers, so it may end at once
         os.chdir("/")
         with contextlib.suppress(OSError):
             os.setsid()
@@ -230,7 +230,7 @@ class ForkServerProcess:
         for descriptor in descriptors:
             os.close(descriptor)
         self._names[process] = request["name"]
-        self._tell("started", name=request["name"], process=process)
+        self._send("started", name=request["name"], process=process)
 
     def _fork(self, act: Callable[[], int]) -> int:
         """Have a child do `act` and end with what that gives. Returns its process id."""
@@ -279,7 +279,7 @@ class ForkServerProcess:
         self._trial = reading, names
 
     def _end_trial(self, reading: int, names: list[str]) -> None:
-        """Load what the child found good, and have another one look at what lies behind the first that was not."""
+        """Load the modules that the child could load, and try those after the first that failed in another child."""
         assessment = import_preloader.assess(names, os.read(reading, 64))
         os.close(reading)
         self._trial = None
@@ -289,7 +289,7 @@ class ForkServerProcess:
             self._end_warming()
 
     def _load_next(self) -> None:
-        """Load one thing more while nobody asks for anything."""
+        """Load one more module while there are no requests."""
         name = self._to_load.pop(0)
         with import_preloader.silence():
             self._is_loading = True
@@ -302,7 +302,7 @@ class ForkServerProcess:
     def _end_warming(self) -> None:
         if not self._trial:
             gc.freeze()
-            self._tell("warm", modules=self._warm)
+            self._send("warm", modules=self._warm)
 
     def _reap(self) -> None:
         """Find who has ended. The group is ended first, while its number still belongs to it."""
@@ -316,9 +316,9 @@ class ForkServerProcess:
                 code = os.waitstatus_to_exitcode(status)
                 if name is not None:
                     peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-                    self._tell("ended", name=name, code=max(code, 0), signal=max(-code, 0), peak_bytes=peak)
+                    self._send("ended", name=name, code=max(code, 0), signal=max(-code, 0), peak_bytes=peak)
 
-    def _tell(self, event: str, **fields: Any) -> None:
+    def _send(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):
             self._agent.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 

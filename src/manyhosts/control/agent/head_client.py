@@ -35,7 +35,7 @@ class HeadClient:
         self._carry()
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of the certificate that the other side has shown, and has the key of. Nothing was told to it yet.
+        """SHA-256 of the certificate that the other side has shown, and has the key of. Nothing was sent to it yet.
 
         Raises:
             LaunchError: it does not speak TLS.
@@ -52,7 +52,7 @@ class HeadClient:
         self._tls.send(json.dumps({"message": message.NAME, **content_of(message)}).encode() + b"\n")
         self._carry()
 
-    def hear(self, kind: type[Answer]) -> Answer:
+    def receive(self, kind: type[Answer]) -> Answer:
         """The next message, which is of this `kind`.
 
         Raises:

@@ -2,7 +2,7 @@
 
 Where it breaks, the head is called again, and what was lost in between is sent again (`control.session`). Signs of life
 come from a thread of their own. Lines of workers never hold a worker up: where the head does not keep up, the oldest
-are left out, and the head is told how many; the logs have them all.
+are dropped, and their number is sent to the head; the logs have all of them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PATIENCE_S = 60.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _HUNG_UP_S = 30.0
 _REFUSED_S = 5.0
-"""When nobody has listened at the head's port for so long, it is gone: a way that is broken refuses nothing. Where
-another head may come in its place, that decides nothing."""
+"""After connections to the head's port were refused for so long, the head is gone: a network interruption does not
+refuse connections. Where another head may take over, that decides nothing."""
 
 
 def inherited(connection: socket.socket) -> str:
-    """How an agent of this machine is told of a head that it is connected to from its birth."""
+    """The address by which an agent on this machine inherits its connection to the head."""
     return f"{_INHERITED}{connection.fileno()}"
 
 
@@ -70,27 +70,27 @@ class HeadConnection:
         hello: Hello,
         on_message: Callable[[Message], None],
         on_end: Callable[[], None],
-        tell: Callable[[str], object],
+        show: Callable[[str], object],
     ) -> None:
-        """Say `hello` over `connection`, which leads to `head`, to whoever proves to know `token`.
+        """Say `hello` over `connection`, which leads to `head`, once the other side has proven that it knows `token`.
 
         Its `proof` and `heard` are filled in.
 
         Without a token the connection is one that this process was born with: it needs no proof, and when it ends, so
-        has the head. `tell` is given lines for people.
+        has the head. `show` prints lines for people.
         """
-        self._loop, self._head, self._token, self._tell = loop, head, token, tell
+        self._loop, self._head, self._token, self._show = loop, head, token, show
         self._hello, self._on_end = hello, on_end
         self._session = Session(loop.after, on_message)
         self.patience_s = 0.0
         """How long the head is called again that was lost. The head says it."""
         self.waits_for_another = False
-        """Whether another head may come where this one was killed, so that nobody at its port means little."""
+        """Whether another head may take over from one that was killed, so that a refused connection means little."""
         self._is_open = True
         self._lost = time.monotonic()
         """When the head was lost, or first called."""
         self._refused = 0.0
-        """Since when nobody listens there; 0 where somebody did, or nothing is known."""
+        """Since when connections are refused; 0 where one was accepted, or nothing is known."""
         self._hung_up = 0.0
         """Since when calls are taken and ended, as by a tunnel whose other end is gone; 0 where they are not."""
         self._pause_s = _PAUSE_S
@@ -116,12 +116,12 @@ class HeadConnection:
         self._session.say(message)
 
     def give_sign_of_life(self, held_s: float) -> None:
-        """From another thread: let the head see that this host lives. Its loop has been held up for `held_s` seconds.
+        """From another thread: let the head see that this host is alive. Its loop has been blocked for `held_s`.
 
         Without a connection it is dropped.
         """
         if (channel := self._session.channel) is not None:
-            channel.send_beside(json.dumps({"message": "alive", "held_s": round(held_s, 1)}).encode() + b"\n")
+            channel.send_from_thread(json.dumps({"message": "alive", "held_s": round(held_s, 1)}).encode() + b"\n")
 
     def go_on(self) -> None:
         """Send what is left of a sign of life."""
@@ -158,12 +158,12 @@ class HeadConnection:
         return channel
 
     def _see(self, channel: Channel, caller: Caller, found: Message) -> None:
-        """Whoever answers is to prove that it is the head, before it is told anything or obeyed."""
+        """The other side must prove that it is the head before anything is sent to it or done for it."""
         answer = _answer(found)
         proof = caller.proof_for(content_of(answer), channel.fingerprint) if isinstance(answer, Prove) else ""
         if not proof:
-            self._tell(
-                f"manyhosts: what answers at {self._head} does not know the secret of this run; it is told nothing\n"
+            self._show(
+                f"manyhosts: what answers at {self._head} does not know the secret of this run; nothing was sent\n"
             )
             self._hang_up_unproven(channel)
             return
@@ -171,7 +171,7 @@ class HeadConnection:
         channel.on_message = lambda message: self._be_welcomed(channel, message)
         channel.say(replace(self._hello, proof=proof, heard=self._session.heard))
         if caller.protocol != PROTOCOL:  # the head, which has heard ours, ends the run
-            self._tell(f"manyhosts: {mismatch(caller.protocol, PROTOCOL)}\n")
+            self._show(f"manyhosts: {mismatch(caller.protocol, PROTOCOL)}\n")
             self._end()
 
     def _be_welcomed(self, channel: Channel, message: Message) -> None:
@@ -181,7 +181,7 @@ class HeadConnection:
             self._end()
             return
         if self._session.heard:
-            self._tell("manyhosts: the head is there again\n")
+            self._show("manyhosts: the head is there again\n")
         self._refused, self._hung_up, self._pause_s = 0.0, 0.0, _PAUSE_S
         self._session.attach(channel, welcome.heard)
 
@@ -205,7 +205,7 @@ class HeadConnection:
             self._lost = now
             if self.patience_s:
                 words = f"it is called again for {self.patience_s:.0f} s, and its workers continue meanwhile"
-                self._tell(f"manyhosts: the connection to the head is lost; {words}\n")
+                self._show(f"manyhosts: the connection to the head is lost; {words}\n")
         elif channel is not None and not channel.is_cut:
             self._hung_up = self._hung_up or now
         patience_s = self.patience_s if self._session.heard else _PATIENCE_S
@@ -214,7 +214,7 @@ class HeadConnection:
         nobody_listens &= not self.waits_for_another
         if not self._token or now > self._lost + patience_s or nobody_listens:
             if self._token and not self.is_known:
-                self._tell(f"manyhosts: the head at {self._head} did not take this agent in\n")
+                self._show(f"manyhosts: the head at {self._head} did not take this agent in\n")
             self._end()
             return
         self._loop.after(self._pause_s, self._call)
@@ -230,7 +230,7 @@ class HeadConnection:
                 return error
 
         if self._is_open:
-            self._loop.beside(call, self._take)
+            self._loop.run_in_thread(call, self._take)
 
     def _take(self, found: socket.socket | OSError) -> None:
         if isinstance(found, OSError):
@@ -260,7 +260,7 @@ EVERY_S = 0.5
 
 
 class Heartbeat:
-    """Tells the head twice a second that this process lives, and for how long its loop has been held up.
+    """Sends the head a heartbeat twice a second, with how long this process's loop has been blocked.
 
     Whatever the loop does may take long on a host that is in trouble: a log on a disk that does not answer, the end of
     a process that the kernel does not let go. A process that is stopped, or a host that is frozen, has no thread that
@@ -281,7 +281,7 @@ class Heartbeat:
         self._over.set()
 
     def _turn(self) -> None:
-        """The loop comes by here, unless it is held up."""
+        """Called by the loop, unless it is blocked."""
         self._beats = 0
         self._head.go_on()
         self._loop.after(EVERY_S, self._turn)
@@ -294,7 +294,7 @@ class Heartbeat:
 
 MOST_WAITING_BYTES = 16 << 20
 _ON_THE_WAY_BYTES = 1 << 20
-"""What may stand in the channel: heartbeats wait behind it."""
+"""How much may wait in the channel: heartbeats queue after it."""
 _AGAIN_S = 0.02
 
 After = Callable[[float, Callable[[], None]], object]
@@ -323,7 +323,7 @@ class Outbox:
         self._pump()
 
     def flush(self) -> None:
-        """Hand all of it to the channel: what is sent next belongs behind it."""
+        """Hand everything to the channel, so that what is sent next follows it."""
         while self._waiting or self._missed:
             self._send_next()
 

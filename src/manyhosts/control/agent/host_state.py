@@ -23,7 +23,7 @@ VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
-"""What changes how workers talk and compute. Nothing else of the environment is told to anybody."""
+"""What changes how workers communicate and compute. No other variable leaves the host."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # it is looked at, nothing is made there
 
@@ -79,7 +79,7 @@ def _cgroups(root: str, controller: str, base: str) -> list[str]:
 
 
 def memory() -> dict[str, int] | None:
-    """Bytes in all, and those that programs may still take; of the container, where it has less. None: nobody says."""
+    """Total and available bytes; of the container, where it has less. None: unknown."""
     try:
         with open("/proc/meminfo") as table:
             lines = dict(line.split(":", 1) for line in table)
@@ -169,7 +169,7 @@ def _by_nvidia_smi(environment: Mapping[str, str]) -> int:
 
 
 _THREADS, _MOST_STACK = 12, 8 << 20
-"""Threads that a worker begins in a run, and the bytes of a stack where nobody says less."""
+"""Threads that a worker starts in a run, and the bytes of a stack unless a smaller limit is set."""
 _MOUNT = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc")
 
@@ -181,7 +181,7 @@ class Kills:
     own: int | None
     """Of this process's cgroup and those below it; None where it has no such counter."""
     machine: int
-    """Of the whole machine; 0 where the kernel does not say."""
+    """Of the machine; 0 where the kernel does not say."""
 
 
 def kills(mount: Path = _MOUNT, proc: Path = _PROCESS) -> Kills:
@@ -195,7 +195,7 @@ def kills(mount: Path = _MOUNT, proc: Path = _PROCESS) -> Kills:
 def limit_bytes(mount: Path = _MOUNT, proc: Path = _PROCESS) -> tuple[int, bool]:
     """How much memory processes like this one may have together, and whether a cgroup says so; else the machine's.
 
-    0: nobody says.
+    0: unknown.
     """
     limits = [
         _number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
@@ -218,7 +218,7 @@ def _stack_bytes() -> int:
 
 
 def memory_left(share: int = 1, mount: Path = _MOUNT, proc: Path = _PROCESS) -> int | None:
-    """Bytes that one of `share` processes like this one may still take; None where nobody says.
+    """Bytes that one of `share` processes like this one may still use; None where unknown.
 
     The least of what the machine has, what its cgroups allow, and what this process may have by its own limits, of
     which threads that are yet to begin (for connections, messages, snapshots) reserve their stacks. What a
@@ -262,7 +262,7 @@ def _folders(mount: Path, proc: Path) -> list[tuple[Path, bool]]:
 
 
 def _entry(path: Path, name: str) -> int | None:
-    """The number behind `name` in a table of the kernel."""
+    """The value of `name` in a table of the kernel."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             words = line.split()

@@ -29,7 +29,7 @@ _PATIENCE_S = 120
 def imported_since(before: Collection[str]) -> list[str]:
     """The installed modules that this process has imported and that are not among `before`, in order.
 
-    The script and what lies beside it are not among them: they may be about to change.
+    The script and the modules next to it are not among them: they may be about to change.
     """
     places = _installed()
     return [
@@ -136,7 +136,7 @@ class _Traces:
         return self._marked or not _open_files() <= self._open or self._threads_that_stay()
 
     def _threads_that_stay(self) -> bool:
-        """Whether a fork would leave threads behind. Those of OpenBLAS, say, end for it and are started again."""
+        """Whether more threads run than would survive a fork. Those of OpenBLAS, say, end for it and are restarted."""
         if _threads() <= self._threads:
             return False
         child = os.fork()

@@ -42,15 +42,15 @@ class _Sample:
     at: float = 0.0
 
 
-class Look:
-    """One look at all workers of a host, which takes `TAKES_S`: nobody waits for it."""
+class Inspection:
+    """One inspection of all workers of a host, which takes `TAKES_S` and runs in the background."""
 
     TAKES_S = 0.4
 
     def __init__(
         self, loop: Loop, workers: Sequence[WatchedWorker], socket_path: Path, then: Callable[[list[SeenWorker]], None]
     ) -> None:
-        """Note what they have computed until now, and ask where they stand; `then` is told what was seen.
+        """Note the CPU time that they have used and ask for their stacks; `then` receives the result.
 
         `socket_path` is the socket where they hand in their reports.
         """

@@ -20,7 +20,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._rest = b""
-        self._glimpsed = ""
+        self._shown_part = ""
 
     def feed(self, chunk: bytes) -> list[str]:
         """The lines that `chunk` completes."""
@@ -30,13 +30,13 @@ class Lines:
             self._rest = b""
         return [_text(line) for line in lines]
 
-    def glimpse(self) -> list[str]:
+    def partial_line(self) -> list[str]:
         """The newest state of a progress bar under way, if it has another one than last time."""
         bar, sign, _ = self._rest.rpartition(b"\r")
         newest = _text(bar or self._rest) if sign else ""
-        if newest == self._glimpsed:
+        if newest == self._shown_part:
             return []
-        self._glimpsed = newest
+        self._shown_part = newest
         return [newest] if newest.strip() else []
 
     def end(self) -> list[str]:
@@ -53,28 +53,28 @@ class Log:
     """`PATH`, and `PATH.1` for what was in it when it was full. Never raises: a full disk must not stop training.
 
     Lines of the two streams are never mixed, as long as they have less than 1 MiB. Of a progress bar under way, which
-    has no line break yet, `glimpse` writes what there is.
+    has no line break yet, `flush_partial_line` writes what there is.
     """
 
     def __init__(self, path: Path, limit_bytes: int, on_gap: Callable[[str], None]) -> None:
-        """Continue behind what is in the file. `limit_bytes`: how large it grows; 0: as it likes.
+        """Append to the file. `limit_bytes`: how large it may grow; 0: no limit.
 
         `on_gap` hears, once, why something could not be written.
         """
         self.path, self._limit, self._on_gap = path, limit_bytes, on_gap
         self._rest = {"out": b"", "err": b""}
-        """What has come of a line that is not whole."""
+        """The beginning of a line that has not ended yet."""
         self._size = 0
         self._file: io.FileIO | None = None
         self._has_gaps = False
-        with contextlib.suppress(OSError):  # it is tried again, and told, when there is something to keep
+        with contextlib.suppress(OSError):  # the next write tries again, and reports it
             self._open()
 
     def write(self, stream: str, chunk: bytes) -> None:
         """Keep what the worker has written to `stream`."""
-        whole, sign, rest = chunk.rpartition(b"\n")
+        complete, sign, rest = chunk.rpartition(b"\n")
         if sign:
-            self._keep(self._rest[stream] + whole + sign)
+            self._keep(self._rest[stream] + complete + sign)
             self._rest[stream] = rest
         else:
             self._rest[stream] += rest
@@ -86,7 +86,7 @@ class Log:
         if text:
             self._keep(text.encode(errors="replace") + b"\n")
 
-    def glimpse(self) -> None:
+    def flush_partial_line(self) -> None:
         """Keep what a progress bar under way has written so far."""
         for stream, rest in self._rest.items():
             if b"\r" in rest:

@@ -1,4 +1,4 @@
-"""What an engine starts on every node: an agent that finds out by itself which node it is.
+"""An agent that an engine starts on every node: it finds out by itself which node it is.
 
     python -m manyhosts.control.agent.node --number SLURM_PROCID --nodes 0,1,2 --head HOST:PORT \\
         --certificate FINGERPRINT
@@ -12,11 +12,14 @@ import argparse
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 
-from manyhosts.control.agent import agent
-from manyhosts.control.agent.enrolling import enrol
+from manyhosts.control import enrolment
+from manyhosts.control.agent import agent, head_connection
+from manyhosts.control.agent.head_client import HeadClient
+from manyhosts.control.handshake import Enrol, Secret
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.hosts import addresses, interfaces, remote_probe
 
@@ -94,3 +97,56 @@ def main(words: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_PATIENCE_S = 60.0
+"""How long the head is asked: what this agent has printed reaches it when the engine has carried it there."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+
+def enrol(head: str, certificate: str) -> str:
+    """The secret of the run whose head listens at `head`, host:port, with the certificate of that fingerprint.
+
+    Raises:
+        LaunchError: the other side shows another certificate, or does not recognise this agent in time.
+        OSError: the head was not reached.
+    """
+    key = enrolment.new_key()
+    sys.stdout.write(enrolment.announcement(key))
+    sys.stdout.flush()
+    until, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S
+    while True:
+        try:
+            return _ask(head, certificate, key)
+        except _NotKnownYet as error:
+            if time.monotonic() > until:
+                raise LaunchError(error.what, where=head, fix="see whether the run has ended meanwhile") from error
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class _NotKnownYet(LaunchError):
+    """The head does not answer this agent; it may do so in a while."""
+
+
+def _ask(head: str, certificate: str, key: str) -> str:
+    with head_connection.connect(head) as connection:
+        try:
+            client = HeadClient(connection, head)
+            shown = client.fingerprint().hex()
+        except LaunchError as error:
+            raise _NotKnownYet(error.what, where=head, fix="") from error
+        if shown != certificate:
+            raise LaunchError(
+                f"what listens at {head} is not the head of this run: it shows another certificate; nothing was sent",
+                where=head,
+                fix="see who has that address and port",
+            )
+        try:
+            client.say(Enrol(key=key))
+            token = client.receive(Secret).token
+        except LaunchError as error:
+            raise _NotKnownYet(error.what, where=head, fix="") from error
+    if not token:
+        raise _NotKnownYet(f"the head at {head} did not know this agent in time", where=head, fix="")
+    return token

@@ -40,7 +40,7 @@ def descendants(of: int) -> list[int]:
 
 
 def command_of(process: int) -> str:
-    """What a process was started as; empty where it has ended, or where that cannot be told. Linux only."""
+    """The command line of a process; empty where it has ended, or where it cannot be read. Linux only."""
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
     except OSError:

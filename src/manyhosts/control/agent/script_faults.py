@@ -1,4 +1,4 @@
-"""What a worker sees of faults that scripts of distributed training bring along: head and worker tell them together.
+"""Common faults of scripts for distributed training, as a worker sees them: worker and head find them together.
 
 Seen are the passes over each `DataLoader` (which of them train, in which order, in which mode of the model), the files
 that `torch.save` writes and `torch.load` reads, and the GPU of the weights. Whatever is certain only when several
@@ -105,7 +105,7 @@ class _Pass:
     samples: int
     sampler: Any
     epoch: int | None
-    """What a DistributedSampler was told; None where there is none, or it does not shuffle."""
+    """The argument of a DistributedSampler's set_epoch; None where there is none, or it does not shuffle."""
     steps: int = 0
     batches: int = 0
     fingerprint: str = ""
@@ -133,7 +133,7 @@ class ScriptFaults:
         self._epochs: dict[int, set[int]] = {}
         """By DistributedSampler: the epochs of which a pass has trained."""
         self._last_training: _Pass | None = None
-        self._last_is_whole = False
+        self._last_is_complete = False
         self._files: set[str] = set()
         self._loaded: list[str] = []
         self._has_begun = False
@@ -204,7 +204,7 @@ class ScriptFaults:
             return
         now.steps += self._steps - before
         self._trained_on.add(now.dataset)
-        self._last_training, self._last_is_whole = now, False
+        self._last_training, self._last_is_complete = now, False
         if not now.is_counted:
             now.is_counted = True
             self._count_epoch(now)
@@ -213,12 +213,12 @@ class ScriptFaults:
         if not self._has_begun:
             self._has_begun = True
             others = any(name in sys.modules for name in _OTHER_SNAPSHOTS)
-            self._tell("began", epoch=now.epoch, loaded=self._loaded, other_ways=others)
+            self._report("began", epoch=now.epoch, loaded=self._loaded, other_ways=others)
         if now.epoch is None:
             return
         epochs = self._epochs.setdefault(id(now.sampler), set())
         if now.epoch in epochs:
-            self._tell("order", epoch=now.epoch)
+            self._report("order", epoch=now.epoch)
         epochs.add(now.epoch)
 
     def _end_pass(self, iterator: Any) -> None:
@@ -229,12 +229,12 @@ class ScriptFaults:
             if now is None:
                 return
             if now.steps:
-                self._last_is_whole = True
+                self._last_is_complete = True
             elif now.fingerprint and now.dataset not in self._trained_on:
                 self._validated.add(now.dataset)
-                whole = {"samples": now.samples, "batches": now.batches, "fingerprint": now.fingerprint}
+                counts = {"samples": now.samples, "batches": now.batches, "fingerprint": now.fingerprint}
                 wrong_mode = now.forwards > 0 and now.in_train_mode == now.forwards
-                self._tell("validation", **whole, train_mode=wrong_mode)
+                self._report("validation", **counts, train_mode=wrong_mode)
 
     def _look_at_first(self, now: _Pass, batch: object) -> None:
         """Take a fingerprint, once for each data set that is read without training on it, when training has begun."""
@@ -254,12 +254,12 @@ class ScriptFaults:
             self._credit()
             last = self._last_training
         if last is not None and last.epoch is not None:
-            self._tell("saved", path=path, epoch=last.epoch, whole=self._last_is_whole)
+            self._report("saved", path=path, epoch=last.epoch, whole=self._last_is_complete)
         if path not in self._files and len(self._files) < _MOST_FILES:
             self._files.add(path)
-            self._tell("file", path=path)
+            self._report("file", path=path)
 
-    def _tell(self, fault: str, **fields: object) -> None:
+    def _report(self, fault: str, **fields: object) -> None:
         if not self.is_off:
             known = {name: self._account.get(name) for name in ("workers", "world", "apart")}
             self._reporter.send("fault", fault=fault, host=os.uname().nodename, **known, **fields)
@@ -294,7 +294,7 @@ def _differs_in_evaluation(layer: Any) -> bool:
 
 
 def _noting(function: Callable[..., Any], note: Callable[[str], None], *, place: int) -> Callable[..., Any]:
-    """`function`, which tells `note` of the file that it is given as argument number `place`, when it is done."""
+    """`function`, which calls `note` with the file given as argument number `place`, when it is done."""
 
     @functools.wraps(function)
     def act(*arguments: Any, **named: Any) -> Any:

@@ -5,7 +5,7 @@
 started by `subprocess` gets the variables alone.
 
 A process group is taken down without harm, counted in its exchanges, and refused where it cannot be. Some training
-libraries hear what torchrun does not tell: under torchrun alone, a script with Accelerate forms no process group on
+libraries need more than torchrun's variables: under torchrun alone, a script with Accelerate forms no process group on
 CPUs, and one with Lightning takes itself for alone where there is no GPU, or for on one node: each worker then trains
 by itself. What a user or a script has said counts for more.
 """
@@ -187,22 +187,22 @@ def _put(distributed: Any, name: str, replacement: Any) -> None:
         vars(module)[name] = replacement
 
 
-def tell_libraries() -> None:
-    """Tell them when the script imports them. Call it once, before the script."""
+def configure_libraries() -> None:
+    """Configure them when the script imports them. Call it once, before the script."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        when_imported("accelerate.state", _tell_accelerate)
+        when_imported("accelerate.state", _configure_accelerate)
         for name in ("lightning.pytorch", "pytorch_lightning"):
-            when_imported(f"{name}.trainer.trainer", _tell_lightning)
+            when_imported(f"{name}.trainer.trainer", _configure_lightning)
 
 
-def _tell_accelerate(_: ModuleType) -> None:
+def _configure_accelerate(_: ModuleType) -> None:
     """What `accelerate launch --cpu` says, on a host that has nothing else: only then does it use Gloo."""
     torch: Any = sys.modules["torch"]
     if not torch.accelerator.is_available() and not torch.cuda.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
-def _tell_lightning(_: ModuleType) -> None:
+def _configure_lightning(_: ModuleType) -> None:
     """How many workers there are; by default it believes in one for each GPU of one node. Its strategy is then DDP."""
     os.environ.setdefault("PL_TRAINER_DEVICES", os.environ["LOCAL_WORLD_SIZE"])
     os.environ.setdefault("PL_TRAINER_NUM_NODES", os.environ["GROUP_WORLD_SIZE"])

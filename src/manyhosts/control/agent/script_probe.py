@@ -1,8 +1,8 @@
 """What a worker sees of a training that it knows nothing about: how far it is, and whether it trains with the others.
 
-The first steps are looked at more closely: the process group, the weights before the first of them and behind the last,
+The first steps are inspected more closely: the process group, the weights before the first and after the last of them,
 the gradients and the samples of each. What was seen goes to the head, which compares the workers (`head.output`). A
-script that uses `mh.Trainer` tells of itself, and is left alone. What cannot be looked at without changing something (a
+script that uses `mh.Trainer` reports itself, and is left alone. What cannot be inspected without changing something (a
 captured graph, tensors that are cut up, gradients that a scaler has yet to judge) is left alone, and then nothing is
 claimed. Nothing here imports torch, and nothing that fails here fails the script.
 """
@@ -28,7 +28,7 @@ _CUT_UP = ("DTensor", "ShardedTensor", "FlatParameter")
 _ELEMENTS = 1 << 20
 """Of all weights of an optimizer together that are compared before and after."""
 _SKETCH = 64
-"""Of which so many are told, for comparing workers."""
+"""How many of them are sent, to compare workers."""
 
 
 class Learning:
@@ -36,7 +36,7 @@ class Learning:
 
     def __init__(self) -> None:
         self.can_tell = True
-        """Whether nothing has come in between of which nobody knows what it does."""
+        """Whether nothing of unknown effect has happened in between."""
         self.has_gradient = self.is_nonzero = self.is_finite = False
         """Whether a gradient was there in any step; one above zero; one that is finite."""
         self.takes_closure = False
@@ -45,7 +45,7 @@ class Learning:
         self._weights: dict[int, list[tuple[Any, Any]]] = {}
         """By optimizer: what is looked at of each of its weights, and what that was."""
 
-    def look(self, optimizer: Any, arguments: Iterable[object]) -> None:
+    def inspect(self, optimizer: Any, arguments: Iterable[object]) -> None:
         """Before a step of `optimizer`, which is called with `arguments`."""
         torch: Any = sys.modules["torch"]
         weights = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -69,7 +69,7 @@ class Learning:
                 self.is_finite |= bool(found.isfinite().all())
 
     def trouble(self) -> str:
-        """After the first steps: `nan`, `zero`, `none` or `still`; empty where all is well, or nobody can tell."""
+        """After the first steps: `nan`, `zero`, `none` or `still`; empty where all is well, or it cannot be decided."""
         if not self.can_tell or not self._weights:
             return ""
         still = self.rate > 0 and not self._have_moved()
@@ -139,7 +139,7 @@ _LIBRARIES = ("accelerate", "lightning", "pytorch_lightning")
 
 
 def begin() -> ScriptProbe | None:
-    """Watch what the script of this process will do. Call it once, before the script; None where nobody listens."""
+    """Watch what the script of this process will do. Call it once, before the script; None where no agent listens."""
     reporter = Reporter.from_environment()
     if reporter is None:
         return None
@@ -150,7 +150,7 @@ def begin() -> ScriptProbe | None:
     if script_probe.looks_closely:
         when_imported("torch.utils.data.dataloader", _harmless(script_probe.watch_batches))
         when_imported("torch.nn.parallel.distributed", _harmless(script_probe.watch_inputs))
-    reports.when_told("trainer", script_probe.withdraw)
+    reports.on_report("trainer", script_probe.withdraw)
     return script_probe
 
 
@@ -169,7 +169,7 @@ class ScriptProbe:
         """The optimizers, by id, that have had their turn in the present step."""
         self._next_report = 0.0
         self._torch: Any = None
-        self._look_untraced, self._count_untraced = self._look, self._count
+        self._look_untraced, self._count_untraced = self._inspect, self._count
         self._undo: list[Callable[[], None]] = []
         """Takes out what counts."""
         self._undo_looks: list[Callable[[], None]] = []
@@ -192,7 +192,7 @@ class ScriptProbe:
         """Have `torch.optim.optimizer` call us around every step of every optimizer."""
         self._torch = sys.modules["torch"]  # may be half loaded: what is not needed yet is looked up later
         self._count_untraced = self._torch._disable_dynamo(self._count)
-        self._look_untraced = self._torch._disable_dynamo(self._look)
+        self._look_untraced = self._torch._disable_dynamo(self._inspect)
         after = optimizers.register_optimizer_step_post_hook(self._after)
         self._undo.append(after.remove)
         before = optimizers.register_optimizer_step_pre_hook(self._before)
@@ -248,17 +248,17 @@ class ScriptProbe:
         self._undo_looks.append(undo)
 
     def withdraw(self) -> None:
-        """Watch no longer, and tell nothing."""
+        """Stop watching, and report nothing."""
         self._stop_looking()
         self.faults.is_off = True
         while self._undo:
             self._undo.pop()()
         self._account.clear()
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """The script has come to its end, and it was a good one."""
         if self._account and self._torch is not None:
-            self._tell(ended=True)
+            self._report(ended=True)
         self._reporter.close()
 
     def _before(self, optimizer: Any, arguments: tuple[object, ...] = (), named: Any = None) -> None:
@@ -266,7 +266,7 @@ class ScriptProbe:
         if self._torch.compiler.is_dynamo_compiling():
             self._look_untraced(optimizer, given)
         else:
-            self._look(optimizer, given)
+            self._inspect(optimizer, given)
 
     def _after(self, optimizer: object, *_: object) -> None:
         if self._torch.compiler.is_dynamo_compiling():
@@ -288,14 +288,14 @@ class ScriptProbe:
             self._reporter.send("step", step=self.done)
         if self.done == LOOKS and not self._over:
             self._look_at_group()
-            self._tell(ended=False)
+            self._report(ended=False)
 
-    def _look(self, optimizer: Any, given: tuple[object, ...]) -> None:
+    def _inspect(self, optimizer: Any, given: tuple[object, ...]) -> None:
         """Before a step: at the weights and the gradients, and at the samples that led to it."""
         if self._over:
             return
         try:
-            self._learning.look(optimizer, given)
+            self._learning.inspect(optimizer, given)
         except Exception:  # of a tensor that is another's invention, say; the script is to continue
             self._learning.can_tell = False
         if not self.looks_closely or (self._turn and id(optimizer) not in self._turn):
@@ -337,7 +337,7 @@ class ScriptProbe:
             if tensors:
                 self._fingerprints.add(name, tensors, words)
 
-    def _tell(self, *, ended: bool) -> None:
+    def _report(self, *, ended: bool) -> None:
         if not self._over:
             self._account["libraries"] = [name for name in _LIBRARIES if name in sys.modules]
             with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
 """A fork server outlives an agent that was killed, and serves the next one: what it has loaded is not loaded again.
 
-It can be found by a name that only the agents of one host in one run know how to make, and whoever answers to it, or
+Its name can be computed only by the agents of one host in one run, and the process that answers to it, or
 asks for it, must be the same user. It waits for `PATIENCE_S`, and no longer than the launcher lives.
 """
 
@@ -66,7 +66,7 @@ class Waiting:
     def next_agent(self, stays_s: float = 0.0) -> socket.socket | None:
         """The connection to the next agent; None where none comes.
 
-        `stays_s`: wait so long, also behind the end of the launcher.
+        `stays_s`: wait so long, even after the end of the launcher.
         """
         others = [] if stays_s else [self._launcher]
         while self.fileno() in select.select([self.fileno(), *others], [], [], stays_s or PATIENCE_S)[0]:
@@ -99,7 +99,7 @@ class Adopted:
         self._process = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Its exit code is known to nobody.
+        """Wait for its end. Its exit code is unknown.
 
         Raises:
             subprocess.TimeoutExpired: it still runs after `timeout` seconds.
@@ -143,7 +143,7 @@ def adopt(
             if connection.recv(1):
                 connection.settimeout(None)
                 return Adopted(connection, pid, os.fdopen(reading, "rb", buffering=0))
-    except OSError:  # nobody waits there, or somebody who does not answer
+    except OSError:  # no process waits there, or one that does not answer
         pass
     finally:
         os.close(writing)
@@ -182,7 +182,7 @@ def take_over(connection: socket.socket, waiting: Waiting) -> tuple[list[str], s
 
 
 def _other_side(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of whoever has the other end, as the kernel says."""
+    """Process, user and group of the other end, as the kernel says."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, group = _CREDENTIALS.unpack(found)
     return process, user, group

@@ -1,7 +1,7 @@
 """The agent's part of the store: passes workers' questions on to the head, and keeps a TCPStore where one is asked for.
 
-`cluster.store_line` says what workers ask. A TCPStore is there for whoever does not ask through the agent: scripts
-without a Trainer, and NCCL. Its port is taken when workers start, and nobody listens at it before one of them wants it.
+`cluster.store_line` says what workers ask. A TCPStore is there for clients that do not ask through the agent: scripts
+without a Trainer, and NCCL. Its port is reserved when workers start, and opened when the first of them needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StoreLines:
     """The connections over which workers of this host ask."""
 
     def __init__(self, say: Callable[[FromAgent], None]) -> None:
-        """`say` tells the head."""
+        """`say` sends to the head."""
         self._say = say
         self._lines: dict[int, Channel] = {}
         self._numbers: dict[Channel, int] = {}
@@ -73,7 +73,7 @@ class TcpStore:
         """`serve` starts a process that keeps a store at a socket that listens, under a name; `end` kills it."""
         self._serve, self._end = serve, end
         self._reserved: socket.socket | None = None
-        """Bound, so that nobody else gets the port, and not listening."""
+        """Bound but not listening, so that no other process gets the port."""
         self._count = 0
 
     def open(self, address: str, allowed: Range | None, *, listens: bool) -> int:
@@ -96,7 +96,7 @@ class TcpStore:
         return port
 
     def close(self) -> None:
-        """Have whoever waits there wait no more."""
+        """Release the clients that wait there."""
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None

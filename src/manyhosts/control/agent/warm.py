@@ -1,7 +1,7 @@
 """A fork server that stays after its run, for the next one of the same person: found by what would have made it equal.
 
-Its name is a hash of the Python, the packages, the variables and the limits that it was started with. So whoever finds
-it would have started one just like it, and what may differ (the folder, the run, the terminal) is taken from the
+Its name is a hash of the Python, the packages, the variables and the limits that it was started with. So a run that
+finds it would have started one just like it, and what may differ (the folder, the run, the terminal) is taken from the
 next agent. Both sides ask the kernel for the other's user (`agent.standby`).
 """
 
@@ -80,7 +80,7 @@ def changed_since(began: float) -> str:
     files = {str(vars(module).get("__file__")) for module in list(sys.modules.values()) if hasattr(module, "__dict__")}
     for file in filter(os.path.isabs, files):  # what torch makes at run time has names such as `_ops.py`
         try:
-            if os.stat(file).st_ctime >= began:  # the kernel's own time: nobody can set it back
+            if os.stat(file).st_ctime >= began:  # set by the kernel, and cannot be set back
                 return str(file)
         except OSError:
             return str(file)

@@ -23,7 +23,7 @@ _DRAIN_S = 1.0
 """How long the pipes of a worker that has ended may stay open: something that it started may have left its group."""
 _GLIMPSE_S = 10.0
 _LAST_WORDS = "  what():"
-"""Before what C++ says of an error that nobody has caught."""
+"""What C++ prints before the text of an uncaught exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class WorkerId:
 
 
 class WatchedWorker:
-    """Reads what a worker writes until it has ended and everything is read; then tells the head."""
+    """Reads what a worker writes until it has ended and everything is read; then reports its end to the head."""
 
     def __init__(  # noqa: PLR0913  # each is a fact of its own
         self,
@@ -58,22 +58,22 @@ class WatchedWorker:
         log: Path,
         log_bytes: int,
         error_file: Path,
-        tell: Callable[[FromAgent], None],
+        report: Callable[[FromAgent], None],
         show: Callable[[Output], None],
         on_failure: Callable[[WatchedWorker], None],
         before_end: Callable[[], None],
         on_imported: Callable[[list[str]], None],
     ) -> None:
-        """`tell` sends a message to the head, and `show` what the worker has printed: whole lines.
+        """`report` sends a message to the head, and `show` what the worker has printed: complete lines.
 
         `log_bytes` is how large its log grows before another one is begun; 0: as it likes.
 
         `on_failure` is called when the worker says that its program has failed, before its process ends.
 
         `on_imported` hears, once, which modules its program has imported.
-        `before_end` is called when it has ended, before the head is told.
+        `before_end` is called when it has ended, before its end is reported to the head.
         """
-        self._loop, self._tell, self._error_file = loop, tell, error_file
+        self._loop, self._report, self._error_file = loop, report, error_file
         self._pass_on = show
         self._on_failure, self._before_end, self._on_imported = on_failure, before_end, on_imported
         self.worker_id = worker_id
@@ -89,10 +89,10 @@ class WatchedWorker:
         self._pipes: dict[str, int] = {}
         self._stack_pipe = -1
         self.keepers: list[int] = []
-        """Processes that write to the log what something prints that the worker has left behind."""
+        """Processes that write to the log what processes of the worker print after its end."""
         self._kills_before = host_state.kills()
         self._peak_bytes = 0
-        self._log = Log(log, log_bytes, lambda why: tell(Unlogged(**worker_id.to_json(), why=why)))
+        self._log = Log(log, log_bytes, lambda why: report(Unlogged(**worker_id.to_json(), why=why)))
         loop.after(_GLIMPSE_S, self._flush_partial_line)
 
     def open_pipes(self) -> list[int]:
@@ -161,9 +161,9 @@ class WatchedWorker:
 
     def _flush_partial_line(self) -> None:
         if not self.ended:
-            self._log.glimpse()
+            self._log.flush_partial_line()
             for stream, lines in self._lines.items():
-                self._show(stream, lines.glimpse())
+                self._show(stream, lines.partial_line())
             self._loop.after(_GLIMPSE_S, self._flush_partial_line)
 
     def _close(self, stream: str) -> None:
@@ -184,7 +184,7 @@ class WatchedWorker:
         self._conclude()
 
     def _hand_over(self, pipe: int) -> None:
-        """Something continues behind a worker that has ended well: a closed pipe would end it at its next word."""
+        """A process that a finished worker started still runs: a closed pipe would end it at its next write."""
         with contextlib.suppress(OSError), self._log.path.open("ab") as log:
             words = ["cat"]
             keeper = subprocess.Popen(words, stdin=pipe, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -200,7 +200,7 @@ class WatchedWorker:
             self._stack_pipe = -1
         self._before_end()
         code, number = self._status
-        self._tell(
+        self._report(
             Ended(
                 **self.worker_id.to_json(),
                 code=code,
@@ -262,7 +262,7 @@ class ReportServer:
         return frozenset(self._lines)
 
     def close(self) -> None:
-        """Hear nobody any more."""
+        """Close all channels."""
         for channel in self._channels:
             channel.close()
         self._loop.unwatch(self._listening)
@@ -275,7 +275,7 @@ class ReportServer:
             while channel.read():
                 pass
 
-    def tell(self, member: int, message: Message) -> None:
+    def send(self, member: int, message: Message) -> None:
         """Pass on what the head says to a worker. One that has gone hears nothing."""
         if member in self._lines:
             content = {name: value for name, value in message.items() if name != "message"}

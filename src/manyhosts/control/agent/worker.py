@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts import refusals
-from manyhosts.cluster import reports
+from manyhosts.cluster import ports, reports
 from manyhosts.control import titles, tracebacks
-from manyhosts.control.agent import import_preloader, inspection, port_choice, script_patches, script_probe
+from manyhosts.control.agent import import_preloader, inspection, script_patches, script_probe
 from manyhosts.errors import ManyhostsError
 from manyhosts.imports import when_imported
 from manyhosts.records import opened_files
@@ -33,13 +33,13 @@ Request = dict[str, Any]
 
 
 class Line:
-    """What a worker tells its agent, as long as it is the worker that speaks: what it has forked has no line."""
+    """A worker's channel to its agent. Processes that it forks do not have it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         os.register_at_fork(after_in_child=self._let_go)
 
-    def tell(self, record: str, **fields: Any) -> None:
+    def send(self, record: str, **fields: Any) -> None:
         """Send one record. After the end of the agent it is dropped."""
         with contextlib.suppress(OSError):
             message = json.dumps({"record": record, **fields}, default=str).encode() + b"\n"
@@ -55,9 +55,9 @@ class Line:
 def be(request: Request, descriptors: list[int]) -> int:
     """Run the user's program in this process. Returns its exit code; an executable never returns.
 
-    The agent is told on the third descriptor, one JSON line each: `imported` when a Trainer has made its first step,
+    The agent gets one JSON line each on the third descriptor: `imported` when a Trainer has made its first step,
     `failed` with the error where the main module raised one, `finished` when it has ended. On the fourth the worker
-    says where it stands, when it is asked by a signal.
+    reports its stack, when a signal asks for it.
     """
     line = _take_streams(descriptors[:3], has_stdin=request["stdin"])
     os.environ.update(request["environment"])
@@ -74,16 +74,16 @@ def be(request: Request, descriptors: list[int]) -> int:
     own, code, watching = os.getpid(), 0, None
     try:
         script_patches.begin()
-        script_patches.tell_libraries()
+        script_patches.configure_libraries()
         watching = script_probe.begin()
-        _tell_of_imports(line)
+        _report_imports(line)
         run_main(request["program"], request["kind"])
     except SystemExit as ended:
         code = _exit_code(ended)
     except BaseException as error:
         code = 1
         if os.getpid() == own:
-            line.tell("failed", **_account(error))
+            line.send("failed", **_account(error))
         else:
             traceback.print_exception(error)
     if os.getpid() != own:  # a process that the script has forked: its end is not the worker's
@@ -91,23 +91,23 @@ def be(request: Request, descriptors: list[int]) -> int:
         return code
     if code == 0:
         faulthandler.disable()  # the work is done: an abort on the way out is no news
-    line.tell("finished", code=code, exchanges=script_patches.exchanges_made())
+    line.send("finished", code=code, exchanges=script_patches.exchanges_made())
     _wind_up()
     if watching is not None and code == 0:
-        watching.tell_end()
+        watching.report_end()
     return code
 
 
-def _tell_of_imports(line: Line) -> None:
+def _report_imports(line: Line) -> None:
     """Have the first worker of a host say what the script has imported, once it trains."""
     if os.environ.get("LOCAL_RANK") != "0":
         return
     before = frozenset(sys.modules)
 
-    def tell() -> None:
-        line.tell("imported", modules=import_preloader.imported_since(before))
+    def report_imports() -> None:
+        line.send("imported", modules=import_preloader.imported_since(before))
 
-    reports.when_told("trainer", lambda: reports.when_told("step", tell))
+    reports.on_report("trainer", lambda: reports.on_report("step", report_imports))
 
 
 def _name_process(program: str) -> None:
@@ -125,7 +125,7 @@ def _take_streams(descriptors: list[int], *, has_stdin: bool) -> Line:
             os.close(source)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a line appears when it is whole, also in a pipe
+            stream.reconfigure(line_buffering=True)  # a line appears as soon as it ends, also in a pipe
     return Line(line)
 
 
@@ -136,7 +136,7 @@ def _execute(request: Request, line: Line) -> int:
     except OSError as error:
         what = f"cannot start {command[0]!r}: {error.strerror}"
         fix = "name an executable that every host has, or leave --no-python out to run a Python script"
-        line.tell(
+        line.send(
             "failed", words={"what": what, "where": command[0], "fix": fix, "exit_code": 2, "type": "ConfigError"}
         )
     return 127
@@ -156,7 +156,7 @@ def _freshen() -> None:
         torch.default_generator.seed()
         if threads.isdigit() and int(threads) > 0:
             torch.set_num_threads(int(threads))
-    when_imported("torch.distributed.distributed_c10d", port_choice.begin)
+    when_imported("torch.distributed.distributed_c10d", ports.limit_gloo)
     when_imported("torch.distributed.distributed_c10d", script_patches.watch_groups)
     faulthandler.enable()  # a crash in C code shows the Python line it came from
 
@@ -183,7 +183,7 @@ def run_main(program: str, kind: str) -> None:
 
 
 def _exit_code(ended: SystemExit) -> int:
-    """What the system would be told; a text is printed, as Python does."""
+    """The code that the system would get; a text is printed, as Python does."""
     if ended.code is None:
         return 0
     if isinstance(ended.code, int):
@@ -194,7 +194,7 @@ def _exit_code(ended: SystemExit) -> int:
 
 
 def _account(error: BaseException) -> dict[str, Any]:
-    """Everything the head needs to tell of `error`."""
+    """Everything that the head needs to report `error`."""
     account: dict[str, Any] = {"summary": tracebacks.summary(error), "monotonic_s": time.monotonic()}
     account["exchanges"] = script_patches.exchanges_made()
     account["step"] = reports.last_step()

@@ -1,4 +1,4 @@
-"""The workers of one host: started by its fork server, told and asked, signalled, ended.
+"""The workers of one host: started by its fork server, sent messages and signals, ended.
 
 The same fork server starts the process that keeps a store for them to meet at.
 """
@@ -20,7 +20,7 @@ from manyhosts.cluster import reports
 from manyhosts.cluster.ports import Range
 from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.agent.head_connection import HeadConnection, Outbox
-from manyhosts.control.agent.inspection import Look
+from manyhosts.control.agent.inspection import Inspection
 from manyhosts.control.agent.processes import command_of, descendants, kill_descendants
 from manyhosts.control.agent.store_lines import StoreLines, TcpStore
 from manyhosts.control.agent.watched_worker import ReportServer, WatchedWorker, WorkerId
@@ -37,7 +37,7 @@ from manyhosts.control.protocol import (
 )
 
 FAREWELL_S = 30.0
-"""How long workers have, where nobody continues, to save what they hold and end."""
+"""How long workers have to save their state and end, where the run does not continue."""
 _LONGEST_FOLDER = 80  # the name of a Unix socket has at most 107 characters, on macOS 103
 _WAY_OUT_S = 3.0
 
@@ -87,7 +87,7 @@ class LocalWorkers:
         self._trainers: set[int] = set()
         """Members that have a Trainer, which saves and ends where it is asked to stop."""
         self._saving: set[int] = set()
-        """Members that save what they hold, because nobody continues."""
+        """Members that save their state, because the run does not continue."""
 
     def prepare(self, setup: WorkerSetup) -> None:
         """Start the fork server, so that it loads torch while the head still waits for other hosts."""
@@ -129,7 +129,7 @@ class LocalWorkers:
     # They start.
 
     def open_store(self, generation: int, address: str, allowed: Range | None, *, listens: bool) -> None:
-        """Take one of the `allowed` ports for a TCPStore, have it served where it `listens`, and tell the head.
+        """Take one of the `allowed` ports for a TCPStore, serve it where it `listens`, and send the head its address.
 
         Raises:
             LaunchError: none of them is free.
@@ -140,7 +140,7 @@ class LocalWorkers:
         self._head.say(StoreOpened(generation=generation, port=port, shared=shared, listens=listens))
 
     def close_store(self) -> None:
-        """End the process that keeps the TCPStore, so that whoever waits for it waits no more."""
+        """End the process of the TCPStore, which releases the clients that wait for it."""
         self._tcp_store.close()
 
     def _serve_store(self, listening: int, name: str) -> None:
@@ -164,7 +164,7 @@ class LocalWorkers:
             log=setup.logs / f"{setup.host}-{worker_id.rank}.log",
             log_bytes=setup.log_bytes,
             error_file=error_file,
-            tell=self._tell,
+            report=self._report,
             show=self._output.put,
             on_failure=self._end_soon,
             before_end=self._reports.drain,
@@ -197,10 +197,10 @@ class LocalWorkers:
         if self._fork_server is not None and self._setup.preload:  # else each is to load everything by itself
             self._fork_server.warm(modules)
 
-    # They speak, and are told.
+    # Messages from workers and to them.
 
-    def _tell(self, message: FromAgent) -> None:
-        """Send what concerns a worker: its end comes behind all that it has printed."""
+    def _report(self, message: FromAgent) -> None:
+        """Send what concerns a worker: its end follows everything that it has printed."""
         self._output.flush()
         self._head.say(message)
 
@@ -220,13 +220,13 @@ class LocalWorkers:
             return
         self._head.say(MemberSays(member=member, kind=kind, fields=fields))
 
-    def tell(self, member: int, message: Message) -> None:
+    def send(self, member: int, message: Message) -> None:
         """Pass on what the head says to a worker."""
-        self._reports.tell(member, message)
+        self._reports.send(member, message)
 
-    def look(self, then: Callable[[list[SeenWorker]], None]) -> None:
+    def inspect(self, then: Callable[[list[SeenWorker]], None]) -> None:
         """Say what all workers are doing, in a moment."""
-        Look(self._loop, list(self._watched.values()), self._reports.address, then)
+        Inspection(self._loop, list(self._watched.values()), self._reports.address, then)
 
     # They end.
 
@@ -284,10 +284,10 @@ class LocalWorkers:
         return [each for each in self._watched.values() if not each.ended and each.worker_id.member in trainers]
 
     def have_saved(self, saving: Iterable[WatchedWorker], reason: str) -> None:
-        """Have those of `saving` save what they hold and end, and all others end: nobody continues."""
+        """Have those of `saving` save their state and end, and all others end: the run does not continue."""
         for worker in self._watched.values():
             if worker.worker_id.member in self._reports.members:
-                self.tell(worker.worker_id.member, {"message": "headless", "reason": reason})
+                self.send(worker.worker_id.member, {"message": "headless", "reason": reason})
             elif worker in saving:
                 # None of them could continue without the others, so they save together, as where a scheduler asks them
                 # to.
@@ -296,7 +296,7 @@ class LocalWorkers:
                 self._kill(worker)
 
     def close(self, *, is_well: bool, is_over: bool = False) -> None:
-        """End everything. `is_well`: what workers that ended well have left behind continues, as under torchrun.
+        """End everything. `is_well`: processes that finished workers started keep running, as under torchrun.
 
         `is_over`: the run has come to its end, so that a fork server which is to stay does so.
         """
@@ -307,17 +307,17 @@ class LocalWorkers:
             else:
                 self._fork_server.close(spare=is_well)
         if is_well:
-            self._tell_of_those_left(kept)
+            self._report_left_processes(kept)
         else:
             kill_descendants(but=kept)
         self._reports.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _tell_of_those_left(self, kept: Set[int]) -> None:
-        """Name what workers have started and left behind."""
+    def _report_left_processes(self, kept: Set[int]) -> None:
+        """Name processes that workers started and that still run."""
         keepers = {keeper for worker in self._watched.values() for keeper in worker.keepers} | kept
         left = [process for process in descendants(os.getpid()) if process not in keepers]
         below = {process for parent in left for process in descendants(parent)}
         for process in [process for process in left if process not in below]:
             if words := command_of(process):
-                self._say(f"manyhosts: {words} (process {process}) was left behind by the script, and continues\n")
+                self._say(f"manyhosts: {words} (process {process}) was started by the script and is still running\n")

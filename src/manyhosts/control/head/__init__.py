@@ -1,1 +1,1 @@
-"""The head of a run: knows all agents, says who is which rank, and tells the user what happens."""
+"""The head of a run: connects to all agents, assigns ranks, and shows the user what happens."""

@@ -41,15 +41,15 @@ class Owner(Protocol):
     def welcome(self, node: Node) -> None:
         """An agent has come."""
 
-    def hear(self, node: Node, message: FromAgent) -> None:
+    def receive(self, node: Node, message: FromAgent) -> None:
         """An agent says something."""
 
     def lose(self, node: Node, why: str) -> None:
-        """An agent is gone, and nobody had asked it to go. `why` is what is known of that."""
+        """An agent is gone that was not asked to end. `why` is what is known of that."""
 
 
 class Agents:
-    """One agent per node, started here; whoever else connects is hung up on."""
+    """One agent per node, started here; other connections are closed."""
 
     def __init__(
         self,
@@ -95,19 +95,19 @@ class Agents:
         """Whether a run whose nodes may go can continue with those whose agents are here."""
         return len(self.present()) >= (self._state.job.least_nodes or 0)
 
-    def tell(self, nodes: Sequence[Node], message: FromHead) -> None:
+    def send(self, nodes: Sequence[Node], message: FromHead) -> None:
         """Say something to the agents of `nodes`; those that are away do not hear it."""
         for node in nodes:
             if node.channel is not None:
                 node.channel.say(message)
 
-    def tell_all(self, message: FromHead) -> None:
+    def send_all(self, message: FromHead) -> None:
         """Say something to all agents that are here."""
-        self.tell(self.nodes, message)
+        self.send(self.nodes, message)
 
     # They come.
 
-    def _admit(self, channel: Channel, hello: Hello, protocol: int, *, is_beside: bool = False) -> None:
+    def _admit(self, channel: Channel, hello: Hello, protocol: int, *, is_local: bool = False) -> None:
         """One that belongs to the run says which node it is."""
         node = self.nodes[hello.node] if 0 <= hello.node < len(self.nodes) else None
         if hello.node == ANY_NODE and self.endpoint.joining is not None:
@@ -131,27 +131,27 @@ class Agents:
             channel.say(Leave(code=None))
             channel.close()
         else:
-            self._take_in(node, channel, hello, is_beside=is_beside)
+            self._take_in(node, channel, hello, is_local=is_local)
 
     def _has_place_for(self, node: Node, hello: Hello) -> bool:
         if node.channel is None:
             return not hello.heard  # or it is one that was given up, and whose workers are lost
         if node.session == hello.session:
-            return node.channel.has_sent(hello.heard)  # else it was told things that the last head has not written
+            return node.channel.has_sent(hello.heard)  # else it has messages that the last head did not save
         if node.channel.channel is None and not hello.heard:
             self._lose(node, "its agent is gone, and another has come in its place")
         return node.channel is None
 
-    def _take_in(self, node: Node, channel: Channel, hello: Hello, *, is_beside: bool) -> None:
+    def _take_in(self, node: Node, channel: Channel, hello: Hello, *, is_local: bool) -> None:
         is_new = node.channel is None
         if node.channel is None:
             node.channel = self.session_with(node)
-            node.facts, node.session, node.is_beside = hello, hello.session, is_beside
+            node.facts, node.session, node.is_local = hello, hello.session, is_local
             if hello.node == ANY_NODE and self.endpoint.joining is not None:
                 self.endpoint.joining.take_in(node, self.nodes)
         node.heard, node.held_s = time.monotonic(), 0.0
         channel.on_end = lambda: self._lose_connection(node, channel)
-        if not is_beside:
+        if not is_local:
             channel.say(Welcome(heard=node.channel.heard, node=node.number))
         node.channel.attach(channel, hello.heard)
         self._see_what_started(node)
@@ -166,15 +166,15 @@ class Agents:
     def session_with(self, node: Node) -> Session:
         """A conversation with a node's agent that has yet to begin, or to continue."""
         recorded = self._state.can_be_taken_over
-        return Session(self._state.loop.after, lambda message: self._hear(node, message), holds_back=recorded)
+        return Session(self._state.loop.after, lambda message: self._receive(node, message), holds_back=recorded)
 
     @property
     def hold_something_back(self) -> bool:
-        """Whether something is to be told to any of them."""
+        """Whether a message waits to be released."""
         return any(node.channel is not None and node.channel.holds_some_back for node in self.nodes)
 
     def release(self) -> None:
-        """Let go what was held back until all that it follows from was written down."""
+        """Send the messages that waited until the state they follow from was saved."""
         for node in self.nodes:
             if node.channel is not None:
                 node.channel.release()
@@ -208,7 +208,7 @@ class Agents:
         else:
             self._state.result = error
 
-    def _hear(self, node: Node, message: Message) -> None:
+    def _receive(self, node: Node, message: Message) -> None:
         node.heard = time.monotonic()
         try:
             said = read(message, FROM_AGENT)
@@ -219,9 +219,9 @@ class Agents:
             return
         node.held_s = said.held_s if isinstance(said, Alive) else 0.0
         try:
-            self._owner.hear(node, said)
+            self._owner.receive(node, said)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
-            # Fields of reports, which nobody has looked at before: what is wrong may be in them or in the head.
+            # Fields of reports, which are not checked before: the fault may be in them or in the head.
             what = (
                 f"it lacks {cause}"
                 if isinstance(cause, KeyError)
@@ -239,7 +239,7 @@ class Agents:
 
     def may_come_back(self, node: Node) -> bool:
         """Whether an agent that is not heard may call again."""
-        return not node.is_beside and self._state.job.head_timeout_s > 0
+        return not node.is_local and self._state.job.head_timeout_s > 0
 
     def _lose_connection(self, node: Node, channel: Channel) -> None:
         """A connection has ended; its agent may be gone, or call again at once, or be out of reach for a while.
@@ -255,7 +255,7 @@ class Agents:
             self._lose(node, failures.why_connection_ended(node.agent, channel.trouble))
             return
 
-        def look(until: float) -> None:
+        def check(until: float) -> None:
             if node.channel is not session or session.channel is not None:
                 return
             now, has_ended = time.monotonic(), node.agent.poll() is not None
@@ -264,10 +264,10 @@ class Agents:
             if (has_ended and not was_silent) or now > until:
                 self._lose(node, failures.why_connection_ended(node.agent, channel.trouble))
             else:
-                self._state.loop.after(_COMES_BACK_S / 40, lambda: look(until))
+                self._state.loop.after(_COMES_BACK_S / 40, lambda: check(until))
 
         if not channel.is_cut:  # else how long it is silent says what is to be done
-            look(now + (_FINDS_BACK_S if was_silent else _COMES_BACK_S))
+            check(now + (_FINDS_BACK_S if was_silent else _COMES_BACK_S))
 
     def _lose(self, node: Node, why: str) -> None:
         if node.channel is not None:
@@ -277,7 +277,7 @@ class Agents:
             self._owner.lose(node, why)
 
     def give_up(self, node: Node, why: str) -> None:
-        """Count an agent as lost that is connected still. Should it continue one day, it finds nobody, and ends all."""
+        """Count an agent as lost whose connection is still open. When it is back, it finds no head, and ends all."""
         if node.channel is not None:
             self._lose(node, why)
 
@@ -288,8 +288,8 @@ class Agents:
             self.give_up(node, failures.why_silent(seconds, node.channel.channel, held_s))
 
     def turn_away(self, node: Node, why: str) -> None:
-        """Let go of a host that has come by itself and is of no use, and tell it why."""
-        self.tell([node], Leave(code=None, why=why))
+        """Send a host away that joined by itself and cannot be used, with the reason."""
+        self.send([node], Leave(code=None, why=why))
         if node.channel is not None:
             node.channel.flush(timeout_s=1)
         self.give_up(node, why)
@@ -353,7 +353,7 @@ class Agents:
             self._see_what_started(node)
         result = self._state.result
         code = result.exit_code if isinstance(result, ManyhostsError) else result
-        self.tell_all(Leave(code=1 if code is None else code))
+        self.send_all(Leave(code=1 if code is None else code))
         self._starter.close()
         for node in self.nodes:
             if node.channel is not None:
@@ -369,8 +369,8 @@ class Agents:
                 node.agent.wait()
             if node.channel is not None:
                 if isinstance(node.agent, ExternalAgent):
-                    # Its connection shows when it has gone. To close it while words of the agent are unread would have
-                    # the system take back what it was told last, and it would not know that all is over.
+                    # Its connection shows when it has gone. To close it while messages of the agent are unread would
+                    # make the system drop what was sent last, and the agent would not know that the run is over.
                     node.channel.wait_for_end(until - time.monotonic())
                 node.channel.close()
         self._state.loop.close()

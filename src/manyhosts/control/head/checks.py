@@ -1,6 +1,6 @@
 """What is checked before workers start, while hosts load torch: is every host fit, does each reach the others.
 
-An agent tells its host's condition as soon as it is asked to prepare, and listens for the others; then each connects to
+An agent reports its host's state as soon as it is asked to prepare, and listens for the others; then each connects to
 all. That takes some milliseconds of a second or more in which torch is loaded. Errors end the run, warnings are a line
 each. A host that joins while others train is checked in the same way before a worker starts there.
 """
@@ -22,7 +22,7 @@ from manyhosts.units import bytes_in_words, seconds_in_words
 
 MIB, GIB = 1 << 20, 1 << 30
 CLOCK_S = 5.0
-"""How far a clock may be off before files, certificates and logs of hosts tell different stories."""
+"""How far a clock may be off before files, certificates and logs of hosts contradict each other."""
 _LEFT_OVER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": ("1", "has every GPU kernel waited for"),
@@ -151,7 +151,7 @@ def _of_interfaces(
         yield finding("error", what, fix)
     wanted = found.get("NCCL_SOCKET_IFNAME", "")
     names = [name.strip() for name in wanted.lstrip("=").split(",") if name.strip()]
-    if names and not wanted.startswith("^"):  # NCCL takes beginnings of names, but for those behind a =
+    if names and not wanted.startswith("^"):  # NCCL takes beginnings of names, unless they follow a =
         exact = wanted.startswith("=")
         if not any(one == name or (not exact and one.startswith(name)) for one in there for name in names):
             what = f"NCCL_SOCKET_IFNAME names {wanted}, an interface that host {host} does not have"
@@ -159,7 +159,7 @@ def _of_interfaces(
 
 
 _LIMIT_S = 20.0
-"""How long a host may take to tell, longer than a connection that nobody answers.
+"""How long a host may take to report, longer than a connection attempt without an answer.
 
 One that takes longer is not waited for: its workers may fare as badly.
 """
@@ -185,26 +185,26 @@ class Precheck:
         self._has_begun = False
 
     def requests(self, node: Node) -> dict[str, bool]:
-        """What an agent is to tell beside preparing itself."""
+        """What an agent is to report while it prepares itself."""
         self._asked[node.number] = time.time()
         return {"tell_condition": not self.is_over, "listen": not self.is_over and self._ways}
 
     def begin(self) -> None:
-        """All agents are here: look through what they tell."""
+        """All agents are here: check what they report."""
         if not self.is_over:
             self._has_begun = True
             self._state.loop.after(_LIMIT_S, self._conclude)
-            self._go_on()
+            self._advance()
 
-    def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
-        """What an agent tells of its host."""
+    def receive(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
+        """What an agent reports of its host."""
         if self.is_over:
             return
         if isinstance(message, Condition):
             self._take_condition(node, message)
         elif isinstance(message, ConnectionsTried):
             self._take_answers(node, message.answers)
-        self._go_on()
+        self._advance()
 
     def _take_condition(self, node: Node, message: Condition) -> None:
         reported, now = message.reported, time.time()
@@ -219,7 +219,7 @@ class Precheck:
         self._found.take(node.number, list(self._found.places), answers)
         self._knocked.add(node.number)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Take the next step, if everybody has taken the last one."""
         present = set(self._agents.present())
         if not self._has_begun or not present <= self._reported:
@@ -227,7 +227,7 @@ class Precheck:
         if self._ways and len(present) > 1 and not self._knocked:
             self._knocked.add(-1)  # asked for
             places = [[place.address, place.port] for place in self._found.places.values()]
-            self._agents.tell_all(TryConnections(places=places))
+            self._agents.send_all(TryConnections(places=places))
         if not self._ways or len(present) < 2 or present <= self._knocked:
             self._conclude()
 
@@ -262,34 +262,34 @@ def place_of(node: Node, port: int) -> Place:
 
 
 _NEWCOMER_LIMIT_S = 20.0
-"""How long this may take. A host that does not answer is not waited for: its connection is looked after elsewhere."""
+"""How long this may take. A host that does not answer is not waited for: its connection is handled elsewhere."""
 
 
 class Newcomers:
-    """They are received one after another: all agents listen, then the newcomer and the others try each other."""
+    """They are admitted one after another: all agents listen, then the newcomer and the others try each other."""
 
     def __init__(self, state: HeadState, agents: Agents) -> None:
         self._state, self._agents = state, agents
         self._waiting: deque[tuple[Node, Callable[[], None]]] = deque()
-        """The first of them is being received."""
+        """The first of them is being admitted."""
         self._turn = 0
 
-    def receive(self, node: Node, then: Callable[[], None]) -> None:
+    def admit(self, node: Node, then: Callable[[], None]) -> None:
         """Call `then` when nothing is in the way of `node`; turn it away otherwise."""
         self._waiting.append((node, then))
         if len(self._waiting) == 1:
             self._begin()
 
-    def hear(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
+    def receive(self, node: Node, message: Condition | ConnectionsTried | Connectivity) -> None:
         """An agent listens, or has connected to the others."""
         if not self._waiting:
             return
-        if isinstance(message, Connectivity) and node.number in self._awaited and not self._places_are_told:
+        if isinstance(message, Connectivity) and node.number in self._awaited and not self._places_sent:
             self._ways.places[node.number] = place_of(node, message.port)
-            self._go_on(node)
-        elif isinstance(message, ConnectionsTried) and node.number in self._awaited and self._places_are_told:
-            self._ways.take(node.number, self._knocks_at[node.number], message.answers)
-            self._go_on(node)
+            self._advance(node)
+        elif isinstance(message, ConnectionsTried) and node.number in self._awaited and self._places_sent:
+            self._ways.take(node.number, self._tried_by[node.number], message.answers)
+            self._advance(node)
 
     def lose(self, node: Node) -> None:
         """An agent is gone."""
@@ -299,43 +299,43 @@ class Newcomers:
             self._end(lambda: None)
             return
         self._waiting = deque(each for each in self._waiting if each[0] is not node)
-        self._go_on(node)
+        self._advance(node)
 
     def _begin(self) -> None:
         self._turn += 1
         turn = self._turn
         self._ways = Ways(one_way=True)
-        self._places_are_told = False
-        self._knocks_at: dict[int, list[int]] = {}
+        self._places_sent = False
+        self._tried_by: dict[int, list[int]] = {}
         here = [self._agents.nodes[number] for number in self._agents.present()]
         newcomers = {node.number for node, _ in self._waiting} - {self._waiting[0][0].number}
         self._taking_part = [node for node in here if node.number not in newcomers]
         self._awaited = {node.number for node in self._taking_part}
-        self._agents.tell(self._taking_part, ListenForHost())
+        self._agents.send(self._taking_part, ListenForHost())
 
-        def look() -> None:
+        def check() -> None:
             if self._waiting and turn == self._turn:
                 self._conclude()
 
-        self._state.loop.after(_NEWCOMER_LIMIT_S, look)
+        self._state.loop.after(_NEWCOMER_LIMIT_S, check)
 
-    def _go_on(self, node: Node) -> None:
+    def _advance(self, node: Node) -> None:
         self._awaited.discard(node.number)
         if self._awaited:
             return
-        if self._places_are_told:
+        if self._places_sent:
             self._conclude()
             return
-        self._places_are_told = True
+        self._places_sent = True
         newcomer = self._waiting[0][0].number
         for each in self._taking_part:
             if each.number not in self._ways.places:
                 continue
             others = [number for number in self._ways.places if number != newcomer]
-            self._knocks_at[each.number] = others if each.number == newcomer else [newcomer]
+            self._tried_by[each.number] = others if each.number == newcomer else [newcomer]
             self._awaited.add(each.number)
-            places = [self._ways.places[number] for number in self._knocks_at[each.number]]
-            self._agents.tell([each], TryConnections(places=[[place.address, place.port] for place in places]))
+            places = [self._ways.places[number] for number in self._tried_by[each.number]]
+            self._agents.send([each], TryConnections(places=[[place.address, place.port] for place in places]))
 
     def _conclude(self) -> None:
         node, then = self._waiting[0]

@@ -1,7 +1,7 @@
 """Who is to blame when no worker makes progress: what is seen of all of them goes in, a sentence comes out.
 
-What is seen is their Python stacks: is a worker waiting for the others, and where in the script? Those that stand in an
-exchange wait for somebody. Whoever does not is the culprit, and before all others one that is stopped. Where all of
+What is seen is their Python stacks: is a worker waiting for the others, and where in the script? Workers in a
+collective wait for others. A worker that does not is the culprit, above all one that is stopped. Where all of
 them wait, but not in the same exchange, they wait for one another: a dead-lock.
 """
 
@@ -23,7 +23,7 @@ _EXCHANGES = (
     "/manyhosts/communication/",
     "/manyhosts/cluster/membership.py",
 )
-"""Whoever stands in one of these waits for other workers."""
+"""A worker in one of these waits for other workers."""
 _LOADERS = ("/torch/utils/data/", "/manyhosts/data/")
 _BACKWARD = "_engine_run_backward"
 """The last Python frame of a backward pass: DistributedDataParallel exchanges gradients below it."""
@@ -66,7 +66,7 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def _starts_script(frame: Frame) -> bool:
-    """Whether what starts the script begins here; what watches it stands in the middle of the stack."""
+    """Whether the frame that starts the script is this one; that of the code that watches it is further in."""
     return _FOUNDATION in frame.file and frame.function in ("be", "run_main")
 
 
@@ -76,7 +76,7 @@ def in_script(stack: Sequence[Frame]) -> Frame | None:
 
 
 def exchange(stack: Sequence[Frame]) -> str:
-    """In which exchange with the other workers a stack stands, by its name; empty where it stands in none."""
+    """The collective in which a stack is, by its name; empty where it is in none."""
     inner = [frame for frame in stack if any(part in frame.file for part in _EXCHANGES)]
     if not inner:
         return ""
@@ -84,7 +84,7 @@ def exchange(stack: Sequence[Frame]) -> str:
 
 
 def is_backward(stack: Sequence[Frame]) -> bool:
-    """Whether it stands in a backward pass, where gradients may be exchanged."""
+    """Whether it is in a backward pass, where gradients may be exchanged."""
     return any(frame.function == _BACKWARD for frame in stack[:2])
 
 
@@ -147,7 +147,7 @@ class Sight:
 
     @property
     def place(self) -> str:
-        """Where in the script it stands."""
+        """Where it is in the script."""
         frame = in_script(self.stack)
         return "" if frame is None else str(frame)
 
@@ -157,7 +157,7 @@ class Diagnosis:
     """What is said, and about whom."""
 
     guilty: tuple[int, ...]
-    """Members without whom the others could continue; nobody where they wait for one another."""
+    """Members without which the others could continue; empty where they wait for one another."""
     what: str
     fix: str
     stack: str = ""
@@ -191,7 +191,7 @@ def doing(sight: Sight) -> tuple[str, str]:
         return f"waits for a disk or a network file system{place}", "see `dmesg` and the file system on that host"
     if is_loading(sight.stack):
         own = in_script(sight.loader) if sight.loader else None
-        loader = f", whose loader process stands at {own}" if own else ""
+        loader = f", whose loader process is at {own}" if own else ""
         return (
             f"waits for its data{place}{loader}",
             "see what the dataset does there: an endless loop, a lock, a file or server that does not answer",
@@ -199,7 +199,7 @@ def doing(sight: Sight) -> tuple[str, str]:
     if sight.state == "R" or sight.busy > BUSY:
         return f"computes without end{place}", "if that is no endless loop, but takes so long, raise --hang-timeout"
     if sight.stack:
-        return f"stands still{place}", "see what that line waits for; if it takes so long, raise --hang-timeout"
+        return f"is idle{place}", "see what that line waits for; if it takes so long, raise --hang-timeout"
     return "does not say what it does", "if it takes so long, raise --hang-timeout"
 
 
@@ -225,7 +225,7 @@ def _dead_lock(waiting: Sequence[Sight], limit_s: float, gone: Sequence[str]) ->
         groups.setdefault((sight.exchange, sight.place), []).append(sight)
     by_size = sorted(groups.items(), key=lambda entry: (len(entry[1]), entry[1][0].rank))
     one = by_size[0][1][0]
-    since = f"nobody has got further for {_seconds(one, limit_s)} s{_step(one)}"
+    since = f"no worker has got further for {_seconds(one, limit_s)} s{_step(one)}"
     if len(by_size) == 1:
         (exchange, place), members = by_size[0]
         who = f"all {len(members)} workers wait" if len(members) > 1 else f"{members[0].name} waits"

@@ -12,7 +12,7 @@ from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.diagnosis import Diagnosis
 from manyhosts.control.head.failures import Failure, first, signal_name
 from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS
-from manyhosts.control.head.output import News
+from manyhosts.control.head.output import WorkerOutput
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.protocol import End, Ended, Signal, Trouble
@@ -30,7 +30,7 @@ _SLOW = "see its log; a worker that needs longer is waited for with --hang-timeo
 class FailurePolicy:
     """Notes how workers end, and brings the run to its result."""
 
-    def __init__(self, state: HeadState, agents: Agents, news: News) -> None:
+    def __init__(self, state: HeadState, agents: Agents, news: WorkerOutput) -> None:
         self._state, self._agents, self._news = state, agents, news
         self._worker_group = WorkerGroup(state, agents, self.note_failures)
         self._failures: list[Failure] = []
@@ -51,7 +51,7 @@ class FailurePolicy:
         self.all_ended = False
         """Whether nothing runs any more, after something went wrong."""
         self._given_up: set[int] = set()
-        """Members that were killed because they hung: how they end is told already."""
+        """Members that were killed because they hung: their end is reported already."""
 
     @property
     def worker_group(self) -> WorkerGroup:
@@ -197,9 +197,9 @@ class FailurePolicy:
         what, rank = str(fields["what"]), wrong.rank
         failures = {wrong.number: Failure(rank=rank, host=name, wrong=what, log=self._log_of(name, rank))}
         for member in others:
-            beside = f"is on the host of rank {rank}, which {what}"
+            what_follows = f"is on the host of rank {rank}, which {what}"
             failures[member.number] = Failure(
-                rank=member.rank, host=name, wrong=beside, log=self._log_of(name, member.rank)
+                rank=member.rank, host=name, wrong=what_follows, log=self._log_of(name, member.rank)
             )
         for member in [wrong, *others]:
             worker_group.leave_out(member)
@@ -264,7 +264,7 @@ class FailurePolicy:
         if self.ended_well and self._culprit.may_be_consequence:
             self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
         self._others_ended = len(state.running) + len(self._failures) - 1
-        self._agents.tell_all(End(generation=generation, grace_s=state.job.grace_s))
+        self._agents.send_all(End(generation=generation, grace_s=state.job.grace_s))
         self.all_ended = not state.running
 
     def conclude(self) -> None:
@@ -304,7 +304,7 @@ class FailurePolicy:
             state.result = 130
             return
         state.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
-        self._agents.tell_all(
+        self._agents.send_all(
             Signal(
                 generation=state.generation,
                 signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence

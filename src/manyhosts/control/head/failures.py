@@ -72,7 +72,7 @@ class Failure:
     lost: str = ""
     """Why nothing is known of its end, where its host is the reason."""
     hang: str = ""
-    """The whole sentence, where it got no further; `remedy` and `stack` go with it."""
+    """The complete sentence, where it hung; `remedy` and `stack` go with it."""
     wrong: str = ""
     """What the others have found wrong with what it computed."""
     remedy: str = ""
@@ -226,7 +226,7 @@ _ANSWERS_S = 6.0
 
 
 def why_connection_ended(agent: AgentProcess, trouble: OSError | None) -> str:
-    """Why a connection may have ended that nobody had closed here. `trouble` is what the system said of it."""
+    """Why a connection may have ended that was not closed here. `trouble` is the error of the system."""
     if trouble is not None and trouble.errno in _NO_ANSWER:
         return "there is no answer from its host: it is switched off, or cut off"
     code = agent.poll()

@@ -1,6 +1,6 @@
 """Who trains together: which workers there are, which continue when one is lost, and in which order.
 
-It decides and does nothing: `membership.GroupCoordinator` tells it what is heard and carries out what it says. The
+It decides and does nothing: `membership.GroupCoordinator` passes messages to it and carries out its decisions. The
 ranks of those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
 """
 
@@ -36,9 +36,9 @@ class Member:
     most: int = 0
     """Any number of workers up to this gives the same bits, and there cannot be more; 0: each number its own bits."""
     stepped: float = 0.0
-    """When it told of a step last, by this head's clock; 0: it has told of none."""
+    """When it last reported a step, by this head's clock; 0: it has reported none."""
     heard: float = 0.0
-    """When it told of a step last, or that it is busy."""
+    """When it last reported a step, or that it is busy."""
     given_up: bool = False
     """Whether it counts as hung, and was killed."""
 
@@ -95,7 +95,7 @@ class GroupState:
         return self._without_progress > MOST_WITHOUT_PROGRESS
 
     def all_train(self) -> bool:
-        """Whether nobody stands at a point of its script from which it could not continue."""
+        """Whether all are at a point of their script from which they could continue."""
         return all(member.enrolled or member.late for member in self.members.values())
 
     def trained(self) -> list[Member]:
@@ -107,7 +107,7 @@ class GroupState:
         member = self.members[number]
         member.asked, member.call, member.resting = step, call, False
         if not member.late and group == self.group and not self.wants_change():
-            self.broken = True  # nobody is known to be gone, but they cannot reach one another
+            self.broken = True  # no worker is known to be lost, but they cannot reach one another
 
     def wants_change(self) -> bool:
         """Whether a worker that was started late is ready to join, and there is room for it."""
@@ -134,13 +134,13 @@ class GroupState:
         return (self.broken or self.wants_change()) and bool(self.trained()) and not self.waited_for()
 
     def form(self) -> list[Member]:
-        """The members of the new group, by rank. Those that were not in the last one stand behind, host by host."""
+        """The members of the new group, by rank. Those that were not in the last one follow, host by host."""
         stayed = self.trained()
         best = max(((member.call, member.asked or 0) for member in stayed), default=(0, 0))
         if best > self._best:
             self._best, self._without_progress = best, 0
         elif self.broken and not self.reason:
-            self._without_progress += 1  # nobody is gone: what breaks the group may be in the step itself
+            self._without_progress += 1  # no worker is lost: what breaks the group may be in the step itself
         joining = self._joining()
         nodes = list(dict.fromkeys(member.node for member in [*stayed, *joining]))
         formed = [member for node in nodes for member in [*stayed, *joining] if member.node == node]

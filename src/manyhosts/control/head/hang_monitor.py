@@ -1,7 +1,7 @@
 """Notices that a run gets no further, and finds out who is to blame: a host that is silent, a worker that hangs.
 
-`silences` says how hosts are heard. Workers report their steps; where one has not got further for too long, all agents
-look at their workers, and `diagnosis` judges. The head's own clock counts: what it slept itself is nobody's fault.
+`missing_hosts` says which hosts are silent. Workers report their steps; where one has not got further for too long, all
+agents inspect their workers, and `diagnosis` judges. Time in which the head itself did not run is not counted.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from manyhosts.control.head import diagnosis
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.diagnosis import Diagnosis, Sight, diagnose
-from manyhosts.control.head.silences import GIVEN_UP_S, Silences
+from manyhosts.control.head.missing_hosts import GIVEN_UP_S, Silences
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.workers import WorkerGroup
-from manyhosts.control.protocol import Look, Seen, SeenWorker
+from manyhosts.control.protocol import InspectWorkers, SeenWorker, WorkerStates
 
 PATIENCE_S = 600.0
 """How long a Trainer may get no further, where the user has not said it."""
 _UNHEARD_S = 5.0
-"""Whoever was heard, or has got on, within so many seconds is well."""
+"""Hosts that were heard, and workers that made a step, within so many seconds are well."""
 _LOOK_S = 0.25
 _BLINK_S = 0.5
 """When the head was kept from looking for so long, no host is to blame for the silence."""
@@ -35,7 +35,7 @@ _HEADWAY_S = 1.0
 _MEETING = 3
 """So many times longer may it take until workers that have just met have handed over their state and made a step."""
 _IDLE = 0.05
-"""Whoever waits in an exchange uses less of a core than this."""
+"""A worker that waits in a collective uses less of a core than this."""
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class _Pace:
     step: int | None = None
     at: float = 0.0
     """When it last reported something new; 0 where nothing is expected of it."""
-    tells: bool = False
-    """Whether it has a Trainer, which tells of everything that takes long."""
+    reports: bool = False
+    """Whether it has a Trainer, which reports all that takes long."""
 
 
 @dataclass(slots=True)
@@ -98,23 +98,23 @@ class HangMonitor:
         self._progress = 0.0
         """When a worker reported a step last."""
         self._waited_for: dict[int, float] = {}
-        """By node that is silent: when it was heard last, once it was told that it is waited for."""
+        """By node that is silent: when it was last heard, once the user was informed that the run waits for it."""
         self._alone = 0.0
         """When no host was heard last."""
         self._looked = time.monotonic()
         self._next_round = 0.0
-        state.loop.after(_LOOK_S, self._look)
+        state.loop.after(_LOOK_S, self._check)
 
     @property
     def limit_s(self) -> float:
-        """How long a worker may get no further; 0 where nobody minds."""
+        """How long a worker may make no progress; 0: for ever."""
         return PATIENCE_S if self._asked_for is None else self._asked_for
 
     def waits_for(self, node: Node, seconds: float) -> bool:
         """Whether a host that has been silent for so long is to be kept: its workers may be well.
 
-        They are where the workers of other hosts get on. Where nobody is heard, it is this machine that is cut off, and
-        when the first host is back, the others have as long to come back as a host may be silent.
+        They are where the workers of other hosts make progress. Where no host is heard, it is this machine that is cut
+        off, and when the first host is back, the others have as long to come back as a host may be silent.
         """
         limit_s = self._state.job.head_timeout_s
         if seconds > (min(limit_s, self._asked_for) if self._asked_for else limit_s):
@@ -124,7 +124,7 @@ class HangMonitor:
         alone = all(now - other.heard > _UNHEARD_S for other in others)
         if alone:
             self._alone = now
-        waits = (node.heard < self._alone and now - self._alone < GIVEN_UP_S) or self._get_on_beside(node, now)
+        waits = (node.heard < self._alone and now - self._alone < GIVEN_UP_S) or self._others_make_progress(node, now)
         if waits and self._waited_for.get(node.number) != node.heard:
             self._waited_for[node.number] = node.heard
             why = "no host is heard from: this machine may be cut off" if alone else "the workers of others get on"
@@ -133,7 +133,7 @@ class HangMonitor:
             )
         return waits
 
-    def _get_on_beside(self, node: Node, now: float) -> bool:
+    def _others_make_progress(self, node: Node, now: float) -> bool:
         """Whether workers of other hosts have made steps since `node` was heard last, and a moment ago."""
         members = self._worker_group.regroup.group_state.members
         others = [
@@ -148,17 +148,17 @@ class HangMonitor:
         """What another head needs to continue watching: of each worker its last step, and what is expected of it."""
         return {
             "paces": [
-                [number, pace.step, bool(pace.at), pace.tells]
+                [number, pace.step, bool(pace.at), pace.reports]
                 for number, pace in self._paces.items()
                 if number in self._state.running
             ]
         }
 
     def restore(self, written: Mapping[str, Any]) -> None:
-        """Be as another head has left it; the time in which nobody watched does not count."""
+        """Continue as the head before; the time without a head does not count."""
         now = time.monotonic()
-        for number, step, is_expected, tells in written["paces"]:
-            self._paces[number] = _Pace(step, now if is_expected else 0.0, tells)
+        for number, step, is_expected, reports in written["paces"]:
+            self._paces[number] = _Pace(step, now if is_expected else 0.0, reports)
 
     # What is heard.
 
@@ -173,9 +173,9 @@ class HangMonitor:
         elif kind == "rest":
             pace.at = 0.0
         elif kind == "trainer":
-            pace.tells = True
+            pace.reports = True
 
-    def take_sights(self, node: Node, message: Seen) -> None:
+    def take_sights(self, node: Node, message: WorkerStates) -> None:
         """An agent has looked at its workers."""
         this = self._round
         if this is None or message.round != this.number:
@@ -214,8 +214,8 @@ class HangMonitor:
 
     # What is watched.
 
-    def _look(self) -> None:
-        """Look at all clocks, again and again."""
+    def _check(self) -> None:
+        """Check all clocks, again and again."""
         if self._state.is_over:
             return
         now = time.monotonic()
@@ -227,12 +227,12 @@ class HangMonitor:
         if slept > _NAP_S:
             self._forgive(slept)
         for node in self._agents.nodes:
-            self._silences.look(node, now, self._asked_for, self._progress)
+            self._silences.check(node, now, self._asked_for, self._progress)
         self._look_at_workers(now)
-        self._state.loop.after(_LOOK_S, self._look)
+        self._state.loop.after(_LOOK_S, self._check)
 
     def _forgive(self, slept_s: float) -> None:
-        """The head itself was away: nobody could be heard meanwhile."""
+        """The head itself did not run: no host could be heard meanwhile."""
         for pace in self._paces.values():
             pace.at += slept_s if pace.at else 0.0
         self._waits.clear()
@@ -260,7 +260,7 @@ class HangMonitor:
     def _latest(self, now: float) -> float:
         """For how long the one of whom nothing new was heard for the longest time has got no further, in seconds."""
         paces = [pace for number, pace in self._paces.items() if number in self._state.running and pace.at]
-        return max((now - pace.at for pace in paces if self._asked_for is not None or pace.tells), default=0.0)
+        return max((now - pace.at for pace in paces if self._asked_for is not None or pace.reports), default=0.0)
 
     def _is_unknown(self, number: int) -> bool:
         """Whether nothing is known of how a worker gets on."""
@@ -271,7 +271,7 @@ class HangMonitor:
         nodes = [self._agents.nodes[number] for number in self._agents.present()]
         self._rounds += 1
         self._round = _Round(self._rounds, now, {node.number for node in nodes})
-        self._agents.tell(nodes, Look(round=self._rounds))
+        self._agents.send(nodes, InspectWorkers(round=self._rounds))
 
     def _consider(self, this: _Round, now: float) -> None:
         """All agents have looked, or had the time to: judge, if the time of the workers is over, too."""

@@ -15,7 +15,7 @@ from manyhosts.control.head.group_state import GroupState, Member, places
 from manyhosts.control.loop import Loop
 
 BREAK_AFTER_S = 2.0
-"""After so long, whoever has not noticed that the group is broken is told: it may wait for a host that is silent."""
+"""After so long, workers that have not noticed that the group is broken are informed: they may wait for a lost host."""
 KILL_AFTER_S = 30.0
 """A worker that does not answer for so long counts as hung, if its steps are not as long themselves."""
 UNKNOWN_S = 600.0
@@ -24,21 +24,21 @@ START_LIMIT_S = 300.0
 """How long a worker that was started late has from its start to the point where it can join, if the first had not been
 as long on their way."""
 _TIMES = 3.0
-"""What took a worker so long may take it so many times longer while others start beside it."""
+"""A worker may take so many times longer than its longest step while others start next to it."""
 _LOOK_S = 0.25
 
 
 class Hosts(Protocol):
     """What the head can do about members, stores and hosts."""
 
-    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+    def send_member(self, member: Member, kind: str, /, **content: Any) -> None:
         """Say something to a worker."""
 
     def start_late(self, member: Member) -> None:
         """Start a worker while others train; on a host that is away, when it is back."""
 
     def kill_member(self, member: Member, why: str = "") -> None:
-        """End a worker; its end is told as usual, with `why` as the reason."""
+        """Kill a worker; its end is reported as usual, with `why` as the reason."""
 
     def open_store(self, then: Callable[[str, int], None]) -> None:
         """See that there is a store for workers to meet at, and call back with its address and port."""
@@ -66,7 +66,7 @@ class GroupCoordinator:
         self._start_s = 0.0
         """How long the first workers were on their way to where they train."""
         self._longest_s = 0.0
-        """The longest time between two steps that any of them told of."""
+        """The longest time between two steps that any of them reported."""
         self.group_state = GroupState()
         self._waiting = False
         self._turn = 0
@@ -106,13 +106,13 @@ class GroupCoordinator:
         """Whether workers wait for others, to continue with them in a new group."""
         return (self._waiting or self._forming) and not self.ended
 
-    def hear(self, number: int, kind: str, fields: dict[str, Any]) -> None:
+    def receive(self, number: int, kind: str, fields: dict[str, Any]) -> None:
         """What a worker says of itself."""
         member = self.group_state.members.get(number)
         if member is None:
             return
         if self.ended:
-            self._hosts.tell_member(member, "refused", reason="the run is ending")
+            self._hosts.send_member(member, "refused", reason="the run is ending")
         elif kind == "begin":
             if not member.enrolled and not member.late:
                 self._start_s = max(self._start_s, self._clock() - self._made)
@@ -125,7 +125,7 @@ class GroupCoordinator:
             self._hear_request(member, kind, fields)
 
     def note_report(self, number: int, kind: str) -> None:
-        """A worker has made a step, or tells that it is busy with what takes long."""
+        """A worker has made a step, or reports that it is busy with what takes long."""
         member = self.group_state.members.get(number)
         if member is None or kind not in ("step", "busy"):
             return
@@ -140,35 +140,35 @@ class GroupCoordinator:
         """A worker wants to be in a new group."""
         number, call = member.number, int(fields["call"])
         if call in self._outcomes:
-            self._tell_passed(member, call)
+            self._send_passed(member, call)
         elif kind == "join" and not self.group_state.trained():
-            self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
+            self._hosts.send_member(member, "refused", reason="those that it was to join have come to their end")
         elif kind == "join":
             member.most = int(fields["most"])
             self.group_state.ask(number, -1, group=self.group_state.group, call=call)
             self._begin()
         elif kind == "regroup":
             if not self.group_state.all_train():
-                self._hosts.tell_member(member, "refused", reason="not all workers are training")
+                self._hosts.send_member(member, "refused", reason="not all workers are training")
                 return
             if self.group_state.makes_no_progress:
-                self._hosts.tell_member(member, "refused", reason="their exchanges break again and again at one step")
+                self._hosts.send_member(member, "refused", reason="their exchanges break again and again at one step")
                 return
             self.group_state.ask(number, int(fields["step"]), group=int(fields["group"]), call=call)
             self._begin()
 
     def _note_outcome(self, member: Member, call: int, outcome: Any) -> None:
-        """A call is over. Whoever waits in it for a new group, and has all but heard so, waits no more."""
+        """A call is over. Those that wait in it for a new group, and have almost been answered, need wait no longer."""
         member.resting = True
         self._outcomes.setdefault(call, outcome)
         for waiting in self.group_state.members.values():
             if waiting.asked is not None and waiting.call <= call:
                 waiting.asked = None
-                self._tell_passed(waiting, waiting.call)
+                self._send_passed(waiting, waiting.call)
 
-    def _tell_passed(self, member: Member, call: int) -> None:
+    def _send_passed(self, member: Member, call: int) -> None:
         outcome, replaces = self._outcomes.get(call), self.group_state.broken
-        self._hosts.tell_member(member, "passed", call=call, outcome=outcome, replaces=replaces)
+        self._hosts.send_member(member, "passed", call=call, outcome=outcome, replaces=replaces)
 
     def goes_on_without(self, number: int, reason: str, *, replace: Callable[[Member], Member | None]) -> bool:
         """A worker is lost. Whether the others continue; `replace` makes the one that takes its place, or none."""
@@ -188,13 +188,13 @@ class GroupCoordinator:
     def goes_its_own_way(self, member: Member) -> bool:
         """Those that trained have come to their end: whether a worker that was started late has something to do alone.
 
-        One that waits for them in a call that they have not made waits in vain, and is told so.
+        One that waits for them in a call that they have not made waits in vain, and gets an answer.
         """
         if not self.group_state.broken or not self._outcomes:
             return False
         if member.asked is not None:
             member.asked = None
-            self._hosts.tell_member(member, "refused", reason="those that it was to join have come to their end")
+            self._hosts.send_member(member, "refused", reason="those that it was to join have come to their end")
         return True
 
     def add_late(self, member: Member) -> None:
@@ -210,19 +210,19 @@ class GroupCoordinator:
         self._try()
 
     def refuse(self) -> None:
-        """Nobody continues: those that wait are informed, and nobody waits for a silent host any longer."""
+        """The run does not continue: those that wait are informed, and silent hosts are not waited for any longer."""
         if not self.ended:
             self._loop.after(BREAK_AFTER_S, self._break)
         self.ended = True
         for member in self.group_state.members.values():
             if member.asked is not None:
-                self._hosts.tell_member(member, "refused", reason="the run is ending")
+                self._hosts.send_member(member, "refused", reason="the run is ending")
 
     def _break(self) -> None:
         """Those that train are to save what they hold, and cannot while they wait for one another."""
         for member in self.group_state.trained():
             if member.enrolled and not member.resting and member.asked is None:
-                self._hosts.tell_member(member, "broken", group=self.group_state.group)
+                self._hosts.send_member(member, "broken", group=self.group_state.group)
 
     # A new group.
 
@@ -236,7 +236,7 @@ class GroupCoordinator:
         if not self.group_state.broken and self.group_state.wants_change():
             for member in self.group_state.trained():
                 if member.asked is None:
-                    self._hosts.tell_member(member, "change", group=self.group_state.group)
+                    self._hosts.send_member(member, "change", group=self.group_state.group)
         self._try()
 
     def _wait(self, turn: int, waited_s: float) -> None:
@@ -246,7 +246,7 @@ class GroupCoordinator:
         silent = [member for member in self.group_state.trained() if member.asked is None]
         if self.group_state.broken and _passes(waited_s, BREAK_AFTER_S):
             for member in silent:
-                self._hosts.tell_member(member, "broken", group=self.group_state.group)
+                self._hosts.send_member(member, "broken", group=self.group_state.group)
         if self.group_state.broken and waited_s >= KILL_AFTER_S:
             self._kill_hung([member for member in silent if not member.resting], waited_s)
         self._loop.after(_LOOK_S, lambda: self._wait(turn, waited_s + _LOOK_S))
@@ -286,7 +286,7 @@ class GroupCoordinator:
         newcomers = [member.rank for member in formed if member.number in late]
         nodes = len({member.node for member in formed})
         for member, (local_rank, local_size, node_rank) in zip(formed, places(formed), strict=True):
-            self._hosts.tell_member(
+            self._hosts.send_member(
                 member,
                 "group",
                 number=self.group_state.group,

@@ -1,7 +1,7 @@
 """What the user sees of the workers while they run: their lines, with host and rank, their progress, and notices.
 
 Notices are one line each, once in a run, and none that is not certain: of workers that do not train together or do not
-learn (whoever cuts a model up gives its workers the same samples and different weights, and is right to do so), and of
+learn (model parallelism gives workers the same samples and different weights, rightly so), and of
 faults that a script brings along. They are made from what each worker has seen (`agent.script_probe`,
 `agent.script_faults`).
 
@@ -23,7 +23,7 @@ from manyhosts.control.tracebacks import is_idle_notice, is_native_frame, may_ho
 
 _TICK_S = 1.0
 _NAMED = 3
-"""Hosts that are named; of more, their number is told."""
+"""Hosts that are named; of more, only their number."""
 
 
 class Beginning:
@@ -85,11 +85,11 @@ class ScriptFaults:
         self._saved: dict[str, tuple[int, bool, int]] = {}
         """Path → the epoch that was trained last when it was saved, whether that was over, and in which start."""
 
-    def hear(self, generation: int, rank: int, fields: Fields) -> None:
+    def add_report(self, generation: int, rank: int, fields: Fields) -> None:
         """Take what one worker has seen."""
         match fields["fault"]:
             case "order":
-                self._tell("order", _ORDER)
+                self._warn("order", _ORDER)
             case "file":
                 self._hear_of_file(generation, rank, fields)
             case "validation":
@@ -107,11 +107,11 @@ class ScriptFaults:
             ranks = " and ".join(map(str, sorted(writers)))
             what = f"ranks {ranks} all write {Path(path).name}, each over the others"
             fix = "let one do it (`if rank == 0:`), or give each a name of its own"
-            self._tell("file", f"{what}: {path}; fix: {fix}")
+            self._warn("file", f"{what}: {path}; fix: {fix}")
 
     def _hear_of_validation(self, generation: int, rank: int, fields: Fields) -> None:
         if fields["train_mode"]:
-            self._tell("mode", _MODE.format(samples=fields["samples"]))
+            self._warn("mode", _MODE.format(samples=fields["samples"]))
         seen = self._validations[generation]
         seen.setdefault(rank, fields)
         together = fields["workers"] == fields["world"] and not fields["apart"]
@@ -119,7 +119,7 @@ class ScriptFaults:
             return
         same = {(each["samples"], each["batches"], each["fingerprint"]) for each in seen.values()}
         if len(same) == 1:
-            self._tell("validation", _VALIDATION.format(workers=fields["workers"], samples=fields["samples"]))
+            self._warn("validation", _VALIDATION.format(workers=fields["workers"], samples=fields["samples"]))
 
     def _hear_of_beginning(self, generation: int, fields: Fields) -> None:
         """The first steps of a start: what was saved in the one before, and where does this one continue?"""
@@ -129,13 +129,13 @@ class ScriptFaults:
         loaded = [path for path in fields["loaded"] if path in before]
         if not fields["loaded"] and not fields["other_ways"]:
             names = ", ".join(sorted(Path(path).name for path in before))
-            self._tell("again", _ANEW.format(names=names))
+            self._warn("again", _ANEW.format(names=names))
         elif loaded and fields["epoch"] is not None:
-            epoch, whole, _ = before[loaded[-1]]
-            if whole and fields["epoch"] <= epoch:
-                self._tell("again", _AGAIN.format(name=Path(loaded[-1]).name, epoch=epoch, first=fields["epoch"]))
+            epoch, is_complete, _ = before[loaded[-1]]
+            if is_complete and fields["epoch"] <= epoch:
+                self._warn("again", _AGAIN.format(name=Path(loaded[-1]).name, epoch=epoch, first=fields["epoch"]))
 
-    def _tell(self, kind: str, words: str) -> None:
+    def _warn(self, kind: str, words: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             self._say(f"manyhosts: {words}")
@@ -216,24 +216,24 @@ class Notices:
         """By rank, of the workers that were started last."""
         self._said: set[str] = set()
 
-    def hear(self, generation: int, rank: int, account: Account) -> None:
+    def add_report(self, generation: int, rank: int, account: Account) -> None:
         """Take what one worker has seen: after its first steps, and at its good end."""
         if generation != self._generation:
             self._generation, self._accounts = generation, {}
         self._accounts[rank] = account
         accounts = list(self._accounts.values())
         if len(accounts) == account["workers"] and all(each["steps"] for each in accounts):
-            self._tell(diverged(accounts) if len(accounts) > 1 else "")
-            self._tell(unlearned(accounts))
-            self._tell(on_one_gpu(self._accounts))
+            self._warn(diverged(accounts) if len(accounts) > 1 else "")
+            self._warn(unlearned(accounts))
+            self._warn(on_one_gpu(self._accounts))
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """The run has ended well."""
         accounts = list(self._accounts.values())
         if accounts and len(accounts) == accounts[0]["workers"] and all(each["ended"] for each in accounts):
-            self._tell(idle(accounts))
+            self._warn(idle(accounts))
 
-    def _tell(self, words: str) -> None:
+    def _warn(self, words: str) -> None:
         if words and words not in self._said:
             self._said.add(words)
             self._say(f"manyhosts: {words}")
@@ -251,7 +251,7 @@ def diverged(accounts: list[Account]) -> str:
         why = f"there is no process group, so this is {count} trainings and none of them is faster"
         return f"each of the {count} workers trains alone: {why}; fix: {fix}"
     if largest < count:
-        why = f"init_process_group was told of {largest}"
+        why = f"init_process_group was called with world_size={largest}"
         fix = "leave rank and world_size out of it, so that RANK and WORLD_SIZE count"
         return f"the {count} workers train in groups of {largest} that know nothing of each other: {why}; fix: {fix}"
     return _unlike(accounts)
@@ -305,7 +305,7 @@ def idle(accounts: list[Account]) -> str:
     return f"the script ended without one optimizer step, so nothing was trained; fix: {fix}"
 
 
-class News:
+class WorkerOutput:
     """Passes on to the display what workers say."""
 
     def __init__(self, state: HeadState, nodes: int) -> None:
@@ -346,13 +346,13 @@ class News:
         elif kind == "directory":
             self._state.directories.add(Path(str(fields["path"])))
         elif kind == "fault":
-            self._faults.hear(self._state.generation, rank, fields)
+            self._faults.add_report(self._state.generation, rank, fields)
         elif kind == "script_probe":
-            self._notices.hear(self._state.generation, rank, fields)
+            self._notices.add_report(self._state.generation, rank, fields)
 
-    def tell_end(self) -> None:
-        """The run has ended well: what is to be told of it?"""
-        self._notices.tell_end()
+    def report_end(self) -> None:
+        """The run has ended successfully: show the notices that can be certain only now."""
+        self._notices.report_end()
         job = self._state.job
         for option in (*(["--set"] if job.overrides else []), *job.for_trainer):
             if not self._state.trainer_seen:
@@ -360,7 +360,7 @@ class News:
 
     def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
         """The log of a worker cannot be written. What it prints is shown all the same."""
-        self._state.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is not whole: {why}")
+        self._state.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is incomplete: {why}")
 
     def tell_of_unshown(self, node: Node, rank: int, lines: int) -> None:
         """A worker has printed more than is passed on."""

@@ -20,9 +20,9 @@ from manyhosts.control.head.agents import SEE_ABOVE, Agents
 from manyhosts.control.head.checks import Newcomers, Precheck
 from manyhosts.control.head.failure_policy import FailurePolicy
 from manyhosts.control.head.failures import Failure
-from manyhosts.control.head.gathering import Gathering
 from manyhosts.control.head.hang_monitor import HangMonitor
-from manyhosts.control.head.output import News
+from manyhosts.control.head.missing_hosts import Gathering
+from manyhosts.control.head.output import WorkerOutput
 from manyhosts.control.head.state import HeadEndpoint, HeadState, Node
 from manyhosts.control.job import Job
 from manyhosts.errors import LaunchError, ManyhostsError
@@ -54,7 +54,7 @@ class Head:
     ) -> None:
         """`hosts` are the names of the nodes in order; `address` is where agents can reach this process.
 
-        `endpoint` is what agents that an engine starts have been told beforehand; `ways_are_known`: it was seen already
+        `endpoint` is the address that agents which an engine starts already have; `ways_are_known`: it was seen already
         that all hosts reach each other. `start_here` starts the agents that are on this machine, without a port.
 
         `succession`: another head may continue where this one is killed, or this one resumes the run of another.
@@ -67,7 +67,7 @@ class Head:
         self._succession, left = succession, None if succession is None else succession.left
         if left is not None:
             address, endpoint = left.address, replace(endpoint or HeadEndpoint(), token=left.token, port=left.port)
-        self._hold = takeover.Hold(self._state, "" if left is None else left.start)
+        self._hold = takeover.RunDirLock(self._state, "" if left is None else left.start)
         self._record = takeover.Record(job.run_dir, self._gather)
         try:
             inherits = left is not None
@@ -82,7 +82,7 @@ class Head:
 
     def _begin(self, agents: Agents, *, ways_are_known: bool, joined: bool) -> None:
         self._agents, self._present = agents, agents.present()
-        self._news = News(self._state, len(agents.nodes))
+        self._news = WorkerOutput(self._state, len(agents.nodes))
         self._failure_policy = FailurePolicy(self._state, self._agents, self._news)
         self._worker_group = self._failure_policy.worker_group
         self._hang_monitor = HangMonitor(
@@ -136,16 +136,16 @@ class Head:
 
     def _wait_for_agents(self) -> None:
         gathering = Gathering(self._state, self._agents)
-        self._tell_who_is_awaited()
+        self._report_awaited_hosts()
         self._wait(lambda: gathering.is_over)
 
     def _check_hosts(self) -> None:
-        self._tell_of_ports()
+        self._report_ports()
         self._news.beginning.await_workers(self._state.job.on(self._agents.present()).workers)
         self._precheck.begin()
         self._wait(lambda: self._precheck.is_over)
 
-    def _tell_of_ports(self) -> None:
+    def _report_ports(self) -> None:
         """NCCL has no setting for its ports, and opens them inside its own library."""
         chosen, nodes = self._state.job.ports, self._agents.nodes
         if (
@@ -195,12 +195,12 @@ class Head:
             raise state.result
         if isinstance(state.result, ManyhostsError):
             if state.result.exit_code != 2:
-                state.result.go_on = self._hold.command_to_go_on()
+                state.result.go_on = self._hold.resume_command()
             takeover.write_failed_summary(state.directories, state.result)
             raise state.result
         if state.result == 0:
-            self._news.tell_end()
-        elif command := self._hold.command_to_go_on():
+            self._news.report_end()
+        elif command := self._hold.resume_command():
             state.display.warn(f"manyhosts: resume with: {command}")
         return state.result or 0
 
@@ -210,7 +210,7 @@ class Head:
 
     def _listen_to_clocks_and_signals(self) -> None:
         loop = self._state.loop
-        with contextlib.suppress(ValueError):  # outside the main thread whoever called this hears of signals
+        with contextlib.suppress(ValueError):  # outside the main thread the caller handles signals
             loop.on_signals([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], self._interrupt)
         loop.every(run_lock.BEAT_S, self._hold.check)
         if self._state.can_be_taken_over:
@@ -278,7 +278,7 @@ class Head:
 
     def _see_who_has_called(self) -> None:
         if self._agents.nobody_has_called and not self._state.is_over:
-            self._state.result = takeover.nobody(self._state.job.run_dir)
+            self._state.result = takeover.no_agents(self._state.job.run_dir)
 
     # What agents ask of their owner.
 
@@ -292,22 +292,22 @@ class Head:
             self._state.job = job.with_workers(node.number, max(1, count))
         self._prepare(node)
         if self._state.running and self._newcomers is not None:
-            self._newcomers.receive(node, lambda: self._worker_group.start_on(node))
+            self._newcomers.admit(node, lambda: self._worker_group.start_on(node))
         elif self._state.running:
             self._worker_group.start_on(node)
         else:
-            self._tell_who_is_awaited()
+            self._report_awaited_hosts()
 
-    def _tell_who_is_awaited(self) -> None:
+    def _report_awaited_hosts(self) -> None:
         nodes = self._agents.nodes
         if missing := [node.name for node in nodes if node.channel is None]:
             self._news.beginning.await_hosts(missing, len(nodes))
 
     def _prepare(self, node: Node) -> None:
-        self._agents.tell([node], self._preparation(node))
+        self._agents.send([node], self._preparation(node))
 
     def _preparation(self, node: Node) -> protocol.Prepare:
-        """What an agent is told before all else."""
+        """The first message to an agent."""
         job = self._state.job if node.place is None else node.place.job(self._state.job)
         known = {variables.RUN_DIR: str(job.run_dir), ports.VARIABLE: job.ports}
         return protocol.Prepare(
@@ -351,7 +351,7 @@ class Head:
             {each.number: Failure(rank=each.rank, host=node.name, lost=why) for each in gone}
         )
 
-    def hear(self, node: Node, message: protocol.FromAgent) -> None:
+    def receive(self, node: Node, message: protocol.FromAgent) -> None:
         """What an agent says."""
         if getattr(message, "generation", self._state.generation) != self._state.generation:
             return  # news of workers that were given up
@@ -362,12 +362,12 @@ class Head:
                 self._worker_group.store.take(node, message.port, shared=message.shared, listens=message.listens)
             case protocol.AskStore():
                 self._worker_group.take_question(node, message)
-            case protocol.Asked() if not self._state.interrupted:
+            case protocol.StopRequested() if not self._state.interrupted:
                 self._interrupt(signal.Signals(message.signal))
             case protocol.Condition() | protocol.ConnectionsTried() | protocol.Connectivity():
-                self._precheck.hear(node, message)
+                self._precheck.receive(node, message)
                 if self._newcomers is not None:
-                    self._newcomers.hear(node, message)
+                    self._newcomers.receive(node, message)
             case protocol.ModulesPreloaded():
                 self._state.warm = tuple(message.modules)
             case protocol.Trouble():
@@ -377,12 +377,12 @@ class Head:
 
     def _hear_of_workers(self, node: Node, message: protocol.FromAgent) -> None:
         match message:
-            case protocol.Seen():
+            case protocol.WorkerStates():
                 self._hang_monitor.take_sights(node, message)
             case protocol.MemberSays(kind="accuse"):
                 self._failure_policy.take_accusation(message.fields)
             case protocol.MemberSays():
-                self._worker_group.regroup.hear(message.member, message.kind, message.fields)
+                self._worker_group.regroup.receive(message.member, message.kind, message.fields)
             case protocol.OfWorker():
                 self._hear_of_worker(node, message)
 

@@ -1,6 +1,6 @@
 """What every part of the head reads: the state of the run, its hosts, and the places of those that join it.
 
-A host that joins by `manyhosts join` asks first, and is told what it must have to be of use (`offer`); then its agent
+A host that joins by `manyhosts join` asks first, and gets what it must have to be of use (`offer`); then its agent
 says hello without a number, and takes the first free place.
 """
 
@@ -99,7 +99,7 @@ class AgentProcess(Protocol):
 
 
 PORT = 29400
-"""Where a head listens that agents must know before it is there. On such nodes nobody else has it."""
+"""Where a head listens when agents must know its port before it runs. Such nodes belong to one job."""
 
 
 def port_of(job: Job) -> int:
@@ -113,7 +113,7 @@ class HeadEndpoint:
     """What the agents of a run know of its head."""
 
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """What tells them from strangers."""
+    """What distinguishes them from strangers."""
     port: int = 0
     """Where the head listens; 0 is any free one."""
     patience_s: float = 60.0
@@ -141,7 +141,7 @@ class Node:
     """None where its agent is not here; one whose connection is broken for a while still counts as here."""
     session: str = ""
     """What its agent calls itself, on whichever connection."""
-    is_beside: bool = False
+    is_local: bool = False
     """Whether its agent was born with its connection: there will be no other."""
     facts: Hello | None = None
     """What its agent said of it when it came."""
@@ -179,10 +179,10 @@ class Joining:
     identity: Identity
     """The head's key and certificate, of which the typed secret knows."""
     offer: Offer
-    """What a host is told that asks: the run's name, program, files and versions."""
+    """The answer to a host that asks: the run's name, program, files and versions."""
     mark: str
     """What this machine has left in the run directory; a host that sees it shares that disk."""
-    tell: Callable[[str], None]
+    say: Callable[[str], None]
     """Is given lines for the user."""
     _marks: dict[str, int] = field(default_factory=dict)
     """What each machine has left in its run directory → a number of that disk."""
@@ -205,7 +205,7 @@ class Joining:
             nodes[number].name, nodes[number].place = self._hosts[number]
 
     def answer(self, asking: Ask, nodes: Sequence[Node]) -> Offer:
-        """What a host is told that asks whether it may join: `refused` says why not, where it may not."""
+        """The answer to a host that asks whether it may join; `refused` is the reason if it may not."""
         refused = ""
         here = [node for node in nodes if is_connected(node)]
         twin = next((node for node in here if is_machine(node, asking.machine)), None)
@@ -243,7 +243,7 @@ class Joining:
         disk = self._marks.setdefault(hello.mark, alike[0] if alike else max(self._marks.values()) + 1)
         node.place = Folder(path=Path(hello.folder), disk=disk)
         self._hosts[node.number] = name, node.place
-        self.tell(f"manyhosts: {name} ({hello.address}) has joined as node {node.number}")
+        self.say(f"manyhosts: {name} ({hello.address}) has joined as node {node.number}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,13 @@
 """Where workers meet: a small table that the head keeps, or a TCPStore that one of the hosts keeps.
 
-Before workers are connected they tell each other things through the table. Their questions come through agents
-(`cluster.store_line` lists them) and concern one group of workers, the newest. Where that has lost a worker, everybody
-who waits is told so, and whoever asks later. What stands there is written down for a head that takes over, with the
+Before workers are connected they exchange values through the table. Their questions come through agents
+(`cluster.store_line` lists them) and concern one group of workers, the newest. Where that has lost a worker, those
+that wait get an error, and so do later questions. The table is saved for a head that takes over, with the
 questions that wait.
 
 The TCPStore is for workers that do not meet through the channel, one at a time. Its port is taken when workers start,
-because their variables name it. Where workers are expected to meet through the channel, nobody listens there before one
-of them asks for that.
+because their variables name it. Where workers are expected to meet through the channel, it is opened when one
+of them asks for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Waits:
 
 
 Answer = Callable[..., None]
-"""Is told the asker, and `value` or `error`."""
+"""Called with the asker, and `value` or `error`."""
 
 
 class KeyValueStore:
@@ -92,7 +92,7 @@ class KeyValueStore:
             self._wait(_Waits(Asker(*asker), do, asked))
 
     def close(self, start: int, group: int) -> None:
-        """A worker of that group is lost: nobody waits in it any more, or meets in it from now on."""
+        """A worker of that group is lost: end all waiting in it, and refuse to begin any."""
         self._closed = max(self._closed, (start, group))
         if self._group <= self._closed:
             self._clear()
@@ -179,17 +179,17 @@ def _pair(group: Any) -> tuple[int, int]:
 
 
 Then = Callable[[str, int], None]
-"""Is told the address and the port of a store."""
+"""Called with the address and the port of a store."""
 
 
 class Store:
     """Which host keeps it, and who waits for it."""
 
     def __init__(self, state: HeadState, agents: Agents, answer: Answer) -> None:
-        """`answer` tells a worker that has asked for one that listens."""
+        """`answer` answers a worker that has asked for one that listens."""
         self._state, self._agents, self._answer = state, agents, answer
         self._node: int | None = None
-        """The host that keeps it, or was asked to; None where nobody does."""
+        """The host that has it, or was asked to; None where there is none."""
         self._port = 0
         """0 until it is known."""
         self.shared = True
@@ -228,7 +228,7 @@ class Store:
             self._ask(listens=listens)
 
     def serve(self, asker: Asker) -> None:
-        """A worker is about to use it: tell it where it is, once it is served."""
+        """A worker is about to use it: send it the address, once it is served."""
         if self.listens and self.place is not None:
             self._answer(asker, value=list(self.place))
             return
@@ -245,7 +245,7 @@ class Store:
             self._is_opening = listens
             address, generation = self._address(self._node), self._state.generation
             node = self._agents.nodes[self._node]
-            self._agents.tell([node], OpenStore(generation=generation, address=address, listens=listens))
+            self._agents.send([node], OpenStore(generation=generation, address=address, listens=listens))
 
     def to_dict(self) -> dict[str, Any]:
         """Which host keeps it, or was asked to, and who waits for it."""
@@ -279,7 +279,7 @@ class Store:
             self.serve(asker)
 
     def lose(self, node: Node) -> None:
-        """A node is gone, and with it the store if it kept it. Whoever waits for one gets that of another."""
+        """A node is gone, and with it the store if it had it. Those that wait for one get that of another."""
         if node.number == self._node:
             self._node, self._port, self._is_asked_for = None, 0, False
             self.listens = self._is_opening = False
@@ -292,6 +292,6 @@ class Store:
         for asker in askers:
             self._answer(asker, error=_BROKEN)
         if (self.listens or self._is_opening) and self._node is not None:
-            self._agents.tell([self._agents.nodes[self._node]], CloseStore())
+            self._agents.send([self._agents.nodes[self._node]], CloseStore())
             self._node, self._port = None, 0
             self.listens = self._is_opening = False

@@ -1,8 +1,8 @@
 """A head's hold on its run directory, and what it leaves there to another one: `head.json`, for its user alone.
 
 The file holds the run's secret, where the head listens, and all that the head alone knows. It is written again, and on
-the disk, before anything leaves the head that follows from a change. So whoever takes over knows of everything that
-agents were told, and what it does not know was not yet acknowledged, so that agents say it again.
+the disk, before any message leaves the head that follows from a change. So a head that takes over knows all that
+agents were sent, and what it does not know was not yet acknowledged, so that agents send it again.
 
 `docs/decisions/0044` says what the file exposes, and where no run can be taken over.
 """
@@ -67,7 +67,7 @@ class HeadCheckpoint:
     asked: str
     """What the command asked for, as `fingerprint` has it."""
     unasked: bool
-    """Whether the user had left the run directory to manyhosts, which workers are told."""
+    """Whether the run directory is the default, which the workers have to know."""
     launcher: Mapping[str, Any]
     """What the launcher must know of the hosts."""
     state: Mapping[str, Any]
@@ -110,20 +110,20 @@ class Record:
             OSError: the disk is full, say. Then the run cannot be taken over, which is no reason to end it.
         """
         self.is_needed = False
-        beside = self._path.with_name(f".{run_directory.HEAD}.{os.getpid()}")
+        temporary = self._path.with_name(f".{run_directory.HEAD}.{os.getpid()}")
         words = json.dumps(asdict(self._gather())).encode()
         try:
             with contextlib.suppress(FileNotFoundError):
-                beside.unlink()
-            file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                temporary.unlink()
+            file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(file, "wb") as stream:
                 stream.write(words)
                 stream.flush()
                 os.fsync(stream.fileno())
-            beside.replace(self._path)
+            temporary.replace(self._path)
         except OSError:
-            beside.unlink(missing_ok=True)
-            self.remove()  # an older state is worse than none: agents were told more than it knows
+            temporary.unlink(missing_ok=True)
+            self.remove()  # an older state is worse than none: agents have messages that it does not know of
             raise
         self._exists = True
 
@@ -140,7 +140,7 @@ class Record:
             self._path.unlink()
 
 
-def nobody(run_dir: Path) -> NobodyCame:
+def no_agents(run_dir: Path) -> NobodyCame:
     """That there is no agent to continue with."""
     return NobodyCame(
         "no host of this run has kept its workers for another command",
@@ -254,7 +254,7 @@ def to_dict(nodes: Sequence[Node]) -> list[dict[str, Any]]:
 def go_on_with(agents: Agents, written: Sequence[Mapping[str, Any]], prepare: Callable[[Node], Prepare]) -> None:
     """Have those that another head has heard count as here: they have `CALLERS_S` to call.
 
-    `prepare` says what an agent is told before all else.
+    `prepare` makes the first message to an agent.
     """
     for node, found in zip(agents.nodes, written, strict=True):
         if found["talk"] is not None:
@@ -272,7 +272,7 @@ def _prepare(number: int, message: Prepare) -> str:
 _OPTIONS = ("--run-dir", "--resume")
 
 
-class Hold:
+class RunDirLock:
     """The one of this head."""
 
     def __init__(self, state: HeadState, succeeds: str = "") -> None:
@@ -319,7 +319,7 @@ class Hold:
             with contextlib.suppress(OSError):  # it holds something, as a rule
                 self._state.job.run_dir.rmdir()
 
-    def command_to_go_on(self) -> str:
+    def resume_command(self) -> str:
         """What the user types to resume this run; empty where there is nothing to continue with."""
         job, begun = self._state.job, self._state.directories
         if not job.words:
@@ -358,7 +358,7 @@ def write_failed_summary(run_dirs: Iterable[Path], error: ManyhostsError) -> Non
     for directory in map(RunDirectory, run_dirs):
         if not (directory.run_json.exists() and directory.metrics.exists()):
             continue
-        with contextlib.suppress(OSError, ConfigError):  # the failure itself is told all the same
+        with contextlib.suppress(OSError, ConfigError):  # the failure itself is reported all the same
             summary = summarise(stream(directory.metrics), RunRecord.read(directory.run_json), failure=error.what)
             if summary.status == "failed":
                 summary.write(directory.summary)

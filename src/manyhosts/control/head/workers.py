@@ -1,4 +1,4 @@
-"""The workers of a run: started around a store, started late to join those that train, told and killed."""
+"""The workers of a run: started around a store, started late to join those that train, sent messages, and killed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from manyhosts.control.head.group_state import Member
 from manyhosts.control.head.membership import GroupCoordinator
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.store import Asker, KeyValueStore, Store, Then
-from manyhosts.control.protocol import AnswerStore, AskStore, Kill, NewWorker, OfWorker, SeenWorker, Start, Tell
+from manyhosts.control.protocol import AnswerStore, AskStore, Kill, NewWorker, OfWorker, SeenWorker, Start, ToWorker
 
 NoteFailures = Callable[[Mapping[int, Failure]], None]
-"""Is told that workers, by number, have failed or are lost."""
+"""Called with workers that have failed or are lost, by number."""
 
 
 class WorkerGroup:
@@ -34,7 +34,7 @@ class WorkerGroup:
         self._late: dict[int, list[Member]] = {}
         """By node: workers to be started when its agent is back, to join those that train."""
         self._left_out: set[tuple[int, int]] = set()
-        """Node and local rank of workers that computed wrongly: nobody takes their places in this start of the job."""
+        """Node and local rank of workers that computed wrongly: they are not replaced in this start of the job."""
 
     def _regroup(self, generation: int) -> GroupCoordinator:
         return GroupCoordinator(self._state.loop, self, generation, hang_timeout_s=self._state.job.hang_timeout_s)
@@ -132,7 +132,7 @@ class WorkerGroup:
             environment |= variables.of_member(job, member=member.number, late=member.late)
             place = {"rank": member.rank, "local_rank": member.local_rank, "member": member.number}
             workers.append(NewWorker(**place, environment=environment))
-        self._agents.tell([self._agents.nodes[members[0].node]], Start(generation=generation, workers=workers))
+        self._agents.send([self._agents.nodes[members[0].node]], Start(generation=generation, workers=workers))
 
     def start_late(self, member: Member) -> None:
         """Start a worker while others train; on a host that is away, when it is back."""
@@ -176,14 +176,14 @@ class WorkerGroup:
         self.kill_member(member)
 
     def successor(self, lost: Member) -> Member | None:
-        """Who takes the place of a worker; nobody where that was left out, or the run can do without its node."""
+        """The worker that replaces another; None where that was left out, or the run can do without its node."""
         if (lost.node, lost.local_rank) in self._left_out:
             return None
         if self._state.job.is_elastic and self._agents.nodes[lost.node].channel is None:
             return None
         return Member(number=self._number(), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
 
-    # They are told, meet, and end.
+    # Messages to them, their calls, and their end.
 
     def open_store(self, then: Then) -> None:
         """See that there is a store. A host whose workers train has loaded what keeps one; one just back has not."""
@@ -205,23 +205,23 @@ class WorkerGroup:
 
     def _answer(self, asker: Asker, /, **answer: Any) -> None:
         node, answer = self._agents.nodes[asker.node], {"id": asker.id, **answer}
-        self._agents.tell([node], AnswerStore(line=asker.line, answer=answer))
+        self._agents.send([node], AnswerStore(line=asker.line, answer=answer))
 
-    def tell_member(self, member: Member, kind: str, /, **content: Any) -> None:
+    def send_member(self, member: Member, kind: str, /, **content: Any) -> None:
         """Say something to a worker."""
         message = {"message": kind, **content}
-        self._agents.tell([self._agents.nodes[member.node]], Tell(member=member.number, content=message))
+        self._agents.send([self._agents.nodes[member.node]], ToWorker(member=member.number, content=message))
 
     def kill_member(self, member: Member, why: str = "") -> None:
-        """End a worker; its end is told as usual, with `why` as the reason."""
+        """Kill a worker; its end is reported as usual, with `why` as the reason."""
         if why:
             self.killed[member.number] = why
-        self._agents.tell([self._agents.nodes[member.node]], Kill(member=member.number))
+        self._agents.send([self._agents.nodes[member.node]], Kill(member=member.number))
 
     def drop(self, number: int) -> None:
-        """A worker has come to its end. Where all that trained have, whoever was on the way to them is not needed.
+        """A worker has come to its end. Where all that trained have, workers on their way to join them are not needed.
 
-        But one that takes the place of a worker that was lost behind the last call of the script does the rest of it.
+        But one that replaces a worker that was lost after the last call of the script does the rest of it.
         """
         self.regroup.drop(number)
         group_state = self.regroup.group_state

@@ -1,4 +1,4 @@
-"""What Kubernetes is told: an Indexed Job with a pod per node, and the Service, Secret and ConfigMap that they need."""
+"""Kubernetes objects of a run: an Indexed Job with a pod per node, and the Service, Secret and ConfigMap for them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ JOB, HEAD, ADDRESS, TOKEN, ARCHIVE, HIDDEN = (
 what `--env` gives the workers as JSON."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 _LEAST = {"cpu": "1", "memory": "2Gi"}
-"""What a node asks for that nobody has said anything of: pods without requests are the first to be evicted."""
+"""A node's requests unless the user sets them: pods without requests are the first to be evicted."""
 
 
 def check(job: Job) -> None:
@@ -276,7 +276,7 @@ def _container(job: Job, name: str) -> dict[str, Any]:
     if choices.gpus(options) != "0":
         limits["nvidia.com/gpu"] = choices.gpus(options)
     variables: list[dict[str, Any]] = [
-        {"name": JOB, "value": job_file.text_of(public).replace("$(", "$$(")},  # which stands for a variable
+        {"name": JOB, "value": job_file.text_of(public).replace("$(", "$$(")},  # which would be a variable
         {"name": HEAD, "value": f"{name}-0.{name}:{port_of(job)}"},
         {"name": ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}},

@@ -34,7 +34,7 @@ class SageMaker(Engine):
     NAME = "sagemaker"
     OPTIONS = sagemaker_request.OPTIONS
     CHOOSES_HOSTS = "--nodes N and -o instance="
-    ENCRYPTS = True  # what instances tell each other
+    ENCRYPTS = True  # traffic between instances
     SHARES_DISK = False
     CALLS_BACK = False
     ADDRESS = "algo-1"
@@ -53,7 +53,7 @@ class SageMaker(Engine):
         return checked
 
     def plan(self, job: Job) -> Plan:
-        """What is put into S3, and the request, held to botocore's description of the service where that is installed.
+        """What is put into S3, and the request, checked against botocore's description of the service if installed.
 
         Raises:
             ConfigError: an option is unknown, missing or unreadable.
@@ -79,7 +79,7 @@ class SageMaker(Engine):
         return job_there(job)
 
     def send(self, plan: Plan) -> str:
-        """Bring the working directory to S3 and make the job. Returns REGION/NAME, behind PROFILE@ where one is named.
+        """Bring the working directory to S3 and make the job. Returns REGION/NAME, after PROFILE@ where one is named.
 
         Raises:
             LaunchError: boto3 is not installed, or AWS refused or was not reached.
@@ -132,7 +132,7 @@ class SageMaker(Engine):
         """What the first instance has printed, from CloudWatch. Spare instances that came later are further streams.
 
         Raises:
-            LaunchError: there is nothing yet, and nobody follows; or there is no such job.
+            LaunchError: there is nothing yet, and `follow` is off; or there is no such job.
         """
         client, job = self._of(name)
         tokens: dict[str, str] = {}
@@ -178,7 +178,7 @@ class SageMaker(Engine):
         try:
             return client.ask("sagemaker", "describe_training_job", TrainingJobName=job)
         except LaunchError as error:
-            if code_of(error) == "ValidationException":  # what it says of a name that nobody has
+            if code_of(error) == "ValidationException":  # its answer to an unknown name
                 return None
             raise
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +17,105 @@ from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError, RankLost
 from manyhosts.hosts.containers import Container
-from manyhosts.launchers import container_options, detached
+from manyhosts.launchers import choices, container_options, detached
 from manyhosts.launchers.commands import Run, run_command
 from manyhosts.launchers.detached import State, Status
 from manyhosts.launchers.engine import Engine
-from manyhosts.launchers.slurm import script as slurm_script
+
+_FLAGS = {
+    "partition": ("--partition", "the partition to queue in"),
+    "account": ("--account", "the account that pays"),
+    "time": ("--time", "the time limit, as Slurm writes it: 2:00:00 is two hours, 1-12 a day and a half"),
+    "gpus": ("--gpus-per-node", "GPUs of each node: 4, or a100:4"),
+    "qos": ("--qos", "the quality of service"),
+    "constraint": ("--constraint", "features that the nodes must have"),
+    "mem": ("--mem", "memory of each node: 64G; 0 is all"),
+    "cpus": ("--cpus-per-task", "cores of each node"),
+    "nodelist": ("--nodelist", "the nodes to use"),
+    "exclude": ("--exclude", "nodes not to use"),
+    "reservation": ("--reservation", "the reservation to use"),
+    "array": ("--array", "the run several times, each with a run directory of its own: 0-3, or 0-3%1 one by one"),
+    "dependency": ("--dependency", "what to wait for: afterok:4711"),
+}
+RUNTIMES = (*container_options.OF_FILES, container_options.PYXIS)
+"""Not Docker, whose containers are outside of the job: Slurm would neither count nor end them."""
+OPTIONS = {
+    **{key: meaning for key, (_, meaning) in _FLAGS.items()},
+    "exclusive": "yes: no other jobs on these nodes",
+    "requeue": "no: do not continue in a new job when the time limit comes or a node fails",
+    "warning": "seconds before the time limit at which a snapshot is made and the job queued again (default 90)",
+    "python": "the Python on the nodes, or in the container, if it is not where it is here",
+    **container_options.options(RUNTIMES),
+}
+
+
+def check(job: Job) -> None:
+    """See that Slurm can be asked for `job`.
+
+    Raises:
+        ConfigError: an option contradicts another, or a path cannot stand in a batch script.
+    """
+    choices.yes(job.options, "requeue", default=True)
+    choices.yes(job.options, "exclusive", default=False)
+    choices.count(job.options, "warning", 90)
+    for what, value in (("working directory", str(job.folder)), ("run directory", str(job.run_dir))):
+        if not value.isprintable() or '"' in value or "\\" in value:  # it would be read as another line or option
+            raise ConfigError(
+                f"the {what} is {value!r}, which cannot stand in a batch script",
+                where=f"the {what}",
+                fix="use one whose path has no quotation marks, backslashes or control characters",
+            )
+    if choices.gpus(job.options).isdecimal():  # Slurm knows other words, too
+        choices.see_that_gpus_are_used(job)
+
+
+def batch_script(job: Job) -> str:
+    """The batch script. It becomes the head of the job, on its first node."""
+    run_dir = str(job.run_dir).replace("%", "%%")  # %j and the like stand for something
+    lines = {
+        "--job-name": job.run_id,
+        "--nodes": str(job.nodes),
+        "--ntasks-per-node": "1",
+        "--chdir": str(job.folder),
+        "--output": f"{run_dir}/logs/slurm-{'%A_%a' if 'array' in job.options else '%j'}.log",
+        "--open-mode": "append",  # a job that was queued again continues in the same log
+        "--signal": f"B:USR1@{choices.count(job.options, 'warning', 90)}",
+    }
+    lines |= {flag: job.options[key] for key, (flag, _) in _FLAGS.items() if key in job.options}
+    text = ["#!/bin/bash", *(f"#SBATCH {flag}={_quoted(value)}" for flag, value in lines.items())]
+    text.append("#SBATCH --requeue" if choices.yes(job.options, "requeue", default=True) else "#SBATCH --no-requeue")
+    text += ["#SBATCH --exclusive"] if choices.yes(job.options, "exclusive", default=False) else []
+    python = sys.executable  # outside of containers, whose agents it starts
+    if container_options.IMAGE not in job.options:
+        python = job.options.get("python", python)
+    start = [python, "-P", "-m", "manyhosts.launchers.slurm.batch", str(job.run_dir / "job.json")]
+    return "\n".join([*text, f"exec {shlex.join(start)}", ""])
+
+
+def allocation(job: Job) -> list[str]:
+    """The command that gets an allocation as the batch script of `job` would, and runs the command after it there."""
+    flags = [f"{flag}={job.options[key]}" for key, (flag, _) in _FLAGS.items() if key in job.options and key != "array"]
+    flags += ["--exclusive"] if choices.yes(job.options, "exclusive", default=False) else []
+    return ["salloc", "--quiet", f"--nodes={job.nodes}", "--ntasks-per-node=1", *flags]
+
+
+def hosts_of(nodes: str) -> list[str]:
+    """The hosts of what Slurm writes as `gpu[07-09,12],cpu1`, in its order."""
+    found = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        before, opened, rest = part.partition("[")
+        inside, _, after = rest.partition("]")
+        numbers = []
+        for span in inside.split(",") if opened else []:
+            first, _, last = span.partition("-")
+            numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+        found += [f"{before}{number}{after}" for number in numbers] if opened else [part]
+    return found
+
+
+def _quoted(value: str) -> str:
+    return f'"{value}"' if re.search(r"\s", value) else value
+
 
 _FIRST_SPECIAL_STEP = 2**32 - 10
 """Steps are counted from 0; those above are Slurm's own: the batch script, an interactive shell."""
@@ -39,9 +135,9 @@ class Slurm(Engine):
     """Starts one agent per node through Slurm."""
 
     NAME = "slurm"
-    OPTIONS = slurm_script.OPTIONS
+    OPTIONS = OPTIONS
     CHOOSES_HOSTS = "--nodes N, and -o nodelist=a,b"
-    RUNTIMES = slurm_script.RUNTIMES
+    RUNTIMES = RUNTIMES
     NODE_NUMBER = "SLURM_PROCID"
     TASK_VARIABLES = (
         *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NTASKS", "SLURM_NPROCS"),
@@ -65,7 +161,7 @@ class Slurm(Engine):
             ConfigError: it cannot, or this is one task of many.
         """
         checked = super().check(job)
-        slurm_script.check(job)
+        check(job)
         if int(self._present.get("SLURM_STEP_ID", _FIRST_SPECIAL_STEP)) < _FIRST_SPECIAL_STEP:
             raise ConfigError(
                 "this is a task that srun has started, and would start all workers once more",
@@ -84,7 +180,7 @@ class Slurm(Engine):
             return super().plan(job)
         job = self.check(job)
         script = str(job.run_dir / "job.sbatch")
-        files = {script: slurm_script.script(job), str(job.run_dir / "job.json"): job_file.shown(job)}
+        files = {script: batch_script(job), str(job.run_dir / "job.json"): job_file.shown(job)}
         return Plan(job=job, files=files, command=("sbatch", "--parsable", script))
 
     @property
@@ -98,7 +194,7 @@ class Slurm(Engine):
         Raises:
             ConfigError: there are fewer than `job` asks for.
         """
-        hosts = slurm_script.hosts_of(self._present.get("SLURM_JOB_NODELIST", ""))
+        hosts = hosts_of(self._present.get("SLURM_JOB_NODELIST", ""))
         if job.nodes > len(hosts):
             raise ConfigError(
                 f"this allocation has {len(hosts)} nodes, and --nodes is {job.nodes}",
@@ -142,7 +238,7 @@ class Slurm(Engine):
             raise
 
     def _end_of_allocation(self) -> str:
-        """How the job that this is in has ended, in Slurm's words; empty where it continues, or nobody knows."""
+        """How the job that this is in has ended, in Slurm's words; empty where it continues, or that is unknown."""
         with contextlib.suppress(LaunchError, KeyError):
             status = self.status(self._present["SLURM_JOB_ID"])
             return status.reason if status.over or status.reason.startswith("COMPLETING") else ""
@@ -168,7 +264,7 @@ class Slurm(Engine):
         if "SLURM_JOB_ID" in self._present:
             return ()
         self._see_room(job)
-        return slurm_script.allocation(self.check(job))
+        return allocation(self.check(job))
 
     def _see_room(self, job: Job) -> None:
         """See that the partition has as many nodes as are asked for: Slurm would queue the job and never start it.

@@ -29,11 +29,10 @@ from manyhosts.hosts.connection import Connection, Unreachable
 from manyhosts.hosts.containers import Container
 from manyhosts.hosts.disks import Disks
 from manyhosts.launchers import container_options
-from manyhosts.launchers.ssh import record, remote_agent, tunnels
+from manyhosts.launchers.ssh import remote_agent, run_files
 from manyhosts.launchers.ssh.host import Host, of_all
-from manyhosts.launchers.ssh.remote_agent import DeferredAgent, NotThere
+from manyhosts.launchers.ssh.remote_agent import DeferredAgent, NotThere, Tunnel, TunnelledAgent
 from manyhosts.launchers.ssh.run_files import RunFiles
-from manyhosts.launchers.ssh.tunnels import Tunnel, TunnelledAgent
 from manyhosts.records import run_directory
 
 
@@ -65,7 +64,7 @@ class Cluster:
         """Where a remote probe listens, by node, so that others can see whether they reach its host."""
         self._files = RunFiles(job, container, display)
         self._disks = Disks(job.folder, job.run_dir)
-        self._apart = False
+        self._separate_disks = False
         """Whether hosts have several run directories."""
         self.head_address = ""
 
@@ -184,16 +183,16 @@ class Cluster:
         self._files.bring([host for host in here if first[host.node] == host.node])
         self._files.see_script(here)
         disks = {self._disks.of(host.node) for host in here}
-        self._apart = len(disks) > 1
-        if len(here) == 1 < len(self._hosts):  # nothing tells what those will share that are away
-            self._apart = not here[0].connection.ask("network", folder=str(self._job.run_dir))
+        self._separate_disks = len(disks) > 1
+        if len(here) == 1 < len(self._hosts):  # unknown for hosts that are not here yet
+            self._separate_disks = not here[0].connection.ask("network", folder=str(self._job.run_dir))
 
     # A run whose head was killed is taken over by another process.
 
     def facts(self) -> dict[str, Any]:
         """What another process must know of the hosts to continue with them."""
         return {
-            "apart": self._apart,
+            "apart": self._separate_disks,
             "disks": list(self._disks.known.items()),
             "tunnels": {str(host.node): host.tunnel for host in self._hosts if host.tunnel},
         }
@@ -217,7 +216,7 @@ class Cluster:
             LaunchError: a host that was reached does not answer any more.
         """
         self._files.choose()  # for hosts that are started again
-        self._apart = bool(left.launcher["apart"])
+        self._separate_disks = bool(left.launcher["apart"])
         self._disks.find_again({host.node: host.connection for host in self._here}, dict(left.launcher["disks"]))
         for host in self._hosts:
             host.called = host.began = True
@@ -226,7 +225,7 @@ class Cluster:
             if host.tunnel and host.away is None:
                 with contextlib.suppress(LaunchError):  # the last one may be open still
                     host.connection.tunnel(left.address, left.port, host.tunnel)
-                tunnels.keep(host, self._connections, left.address, left.port)
+                remote_agent.keep(host, self._connections, left.address, left.port)
 
     def begin_anew(self) -> None:
         """There is no run to be taken over: every agent is to be started.
@@ -242,14 +241,14 @@ class Cluster:
 
     def job_there(self) -> Job:
         """The job, and what workers must know of the hosts' disks."""
-        if not self._apart:
+        if not self._separate_disks:
             return self._job
         return replace(self._job, environment={**self._job.environment, run_directory.APART: "1"})
 
     # Agents.
 
     def start_agent(self, node: int, head: str, token: str) -> AgentProcess:
-        """Start the agent of a host; where the run has begun, beside everything else, when the host can be reached."""
+        """Start the agent of a host; once the run has begun, in the background, when the host can be reached."""
         host = self._hosts[node]
         if not host.called:
             host.called = True
@@ -301,7 +300,7 @@ class Cluster:
 
     def _see_disk(self, host: Host) -> None:
         """See that a host that comes late shares the run directory with the others, where they have begun with one."""
-        if self._apart:
+        if self._separate_disks:
             return
         others = {self._disks.of(other.node) for other in self._here if other is not host}
         if others and self._disks.of(host.node) not in others:
@@ -317,12 +316,12 @@ class Cluster:
         if host.tunnelled:
             address, port = addresses.address_and_port(head)
             host.tunnel = host.connection.tunnel(address, port)
-            way = tunnels.keep(host, self._connections, address, port)
+            way = remote_agent.keep(host, self._connections, address, port)
             head = addresses.place("127.0.0.1", host.tunnel)
         assert host.interface is not None, "it was surveyed"
         values = {
             "socket": host.connection.socket,
-            "disk": f"{run_directory.DISK}={self._disks.of(host.node) if self._apart else ''}",
+            "disk": f"{run_directory.DISK}={self._disks.of(host.node) if self._separate_disks else ''}",
             "python": host.facts["executable"],
             "head": head,
             "address": host.interface.address,
@@ -343,7 +342,7 @@ class Cluster:
 
     def fetch_record(self) -> None:
         """Bring the run directory of the host that led here, and the logs of the others: each disk's once."""
-        for words in record.fetch(self._job.run_dir, self._here, self._disks, self._connections):
+        for words in run_files.fetch_record(self._job.run_dir, self._here, self._disks, self._connections):
             self._display.warn(words)
 
     def forget(self) -> None:

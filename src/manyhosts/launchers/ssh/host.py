@@ -50,9 +50,9 @@ class Host:
     ways: list[Way] = field(default_factory=list)
     """The tunnels that it has had, the present one last."""
     was_cut_off: bool = False
-    """Whether it was connected to again for the sake of its tunnel: nobody has looked whether it is as it was."""
+    """Whether it was connected to again for the sake of its tunnel: not checked yet whether it is as it was."""
     being_called: threading.Lock = field(default_factory=threading.Lock)
-    """Held by who reaches it: one that was given up may still be busy with it."""
+    """Locked while it is being reached: a call that was given up may still be busy with it."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Host:
         """Open a connection to a host in place of the one that `connections` has for it.
 
         Raises:
-            LaunchError: it does not answer, or lets nobody in.
+            LaunchError: it does not answer, or does not let us in.
         """
         self.connection.close()
         self.connection = connections[self.node] = self.connection.again()

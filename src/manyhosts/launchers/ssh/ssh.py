@@ -85,7 +85,7 @@ def _take_over(cluster: Cluster, plan: Plan, display: Display, left: takeover.He
     """
     gone = cluster.gone(left)
     if len(gone) == len(plan.hosts):
-        raise takeover.nobody(plan.job.run_dir)
+        raise takeover.no_agents(plan.job.run_dir)
     display.warn("manyhosts: the command that started this run is gone; this one takes it over")
     cluster.restore(left)
     return _run(cluster, plan, display, left, gone)
@@ -117,7 +117,7 @@ def _run(
         try:
             if not nobody_came:
                 cluster.fetch_record()
-        except ManyhostsError as trouble:  # how the run itself ended is what the user is told
+        except ManyhostsError as trouble:  # what the user gets is how the run itself ended
             display.warn(f"manyhosts: the record stays on the hosts, in {plan.job.run_dir}: {trouble.what}")
 
 
@@ -138,7 +138,7 @@ def _place_of_sockets() -> str | None:
 def connected(
     names: Sequence[str], pythons: Sequence[str], program: bytes = b"", container: Container | None = None
 ) -> Iterator[list[Connection]]:
-    """Connections to all hosts, which are told every now and then that this side is there.
+    """Connections to all hosts, with regular signs of life from this side.
 
     `program` is what answers there, in place of a remote probe; `container` is what it runs in, if in any.
     """

@@ -1,20 +1,22 @@
-"""Notices that a host is silent.
+"""Hosts that do not come, and hosts that fall silent: how long the head waits for either.
 
-Agents give signs of life. A host on a quiet network is heard every half second; one that is overloaded, or behind a bad
+Agents send heartbeats. A host on a quiet network is heard every half second; one that is overloaded, or has a bad
 link, now and then has silences of seconds. What counts is the longest of them, for what comes through such a network
-has a long tail: no variance describes it, and an average forgets it. A silence is told that is longer than three times
-all others of ten minutes, so that ever longer ones are told ever more rarely: of silences up to T s, at most
+has a long tail: no variance describes it, and an average forgets it. A silence is reported that is longer than three
+times all others of ten minutes, so that ever longer ones are reported ever more rarely: of silences up to T s, at most
 1 + log3(T / LEAST_S) are. Much later the host is given up.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from manyhosts.control.head.state import Node
+from manyhosts.control.head.agents import Agents
+from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.session import Session
+from manyhosts.errors import LaunchError
 
 LEAST_S = 2.25
 """No silence shorter than this is worth a word."""
@@ -77,18 +79,18 @@ class _Ear:
     """When it was heard last, as far as that was looked at."""
     is_named: bool = False
     held_s: float = 0.0
-    """For how long its agent was held up when that was told last; 0 where it is not."""
+    """For how long its agent's loop was blocked by the last heartbeat; 0 where it is not."""
 
 
 class Silences:
     """Looks at when each host was heard last, several times a second."""
 
-    def __init__(self, tell: Callable[[str], None], on_silence: Callable[[Node, float], None]) -> None:
-        """`tell` hears what the user is to know; `on_silence` of a host that is given up, with the seconds."""
-        self._tell, self._on_silence = tell, on_silence
+    def __init__(self, say: Callable[[str], None], on_silence: Callable[[Node, float], None]) -> None:
+        """`say` prints what the user is to know; `on_silence` of a host that is given up, with the seconds."""
+        self._say, self._on_silence = say, on_silence
         self._ears: dict[int, _Ear] = {}
 
-    def look(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
+    def check(self, node: Node, now: float, impatience_s: float | None, progress: float) -> None:
         """See how long `node` has been silent. `impatience_s`: a run that gets no further for so long is to end.
 
         `progress` is when a worker reported a step last. Workers wait for one another: where the others continue, those
@@ -108,10 +110,10 @@ class Silences:
             self._on_silence(node, silence_s)
         elif silence_s > ear.rhythm.overdue_s and not ear.is_named:
             ear.is_named = True
-            self._tell(f"manyhosts: host {node.name} has not been heard from for {silence_s:.1f} s")
+            self._say(f"manyhosts: host {node.name} has not been heard from for {silence_s:.1f} s")
 
     def forgive(self, node: Node, now: float, seconds: float) -> None:
-        """Nobody could be heard for so long."""
+        """No host could be heard for so long."""
         node.heard = min(now, node.heard + seconds)
         if (ear := self._ears.get(node.number)) is not None:
             ear.heard = min(node.heard, ear.heard + seconds)
@@ -122,7 +124,7 @@ class Silences:
         ear.rhythm.note(now, silence_s)
         if ear.is_named:
             ear.is_named = False
-            self._tell(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
+            self._say(f"manyhosts: host {node.name} is back after {silence_s:.1f} s")
 
     def _look_at_held(self, node: Node, ear: _Ear, now: float, impatience_s: float | None, progress: float) -> None:
         """An agent that waits for its own system is no host that is gone: disks come back, and its workers continue."""
@@ -132,11 +134,78 @@ class Silences:
         elif node.held_s > HELD_S:
             if not ear.held_s:
                 what = f"has waited for a disk or the like for {node.held_s:.0f} s; its workers continue if they can"
-                self._tell(f"manyhosts: host {node.name} is there, but its agent {what}")
+                self._say(f"manyhosts: host {node.name} is there, but its agent {what}")
             ear.held_s = node.held_s
         elif ear.held_s:
-            self._tell(f"manyhosts: the agent of host {node.name} continues after {ear.held_s:.0f} s")
+            self._say(f"manyhosts: the agent of host {node.name} continues after {ear.held_s:.0f} s")
             ear.held_s = 0.0
 
     def _limit_s(self, ear: _Ear) -> float:
         return min(MOST_GIVEN_UP_S, max(GIVEN_UP_S, _GIVEN_UP_TIMES * ear.rhythm.overdue_s))
+
+
+_GATHER_S = 15.0
+"""How long a run that may begin with fewer nodes waits for the others."""
+_LOOK_S = 0.2
+
+
+class Gathering:
+    """Looks now and then whether the agents that have not said hello are still on their way."""
+
+    def __init__(self, state: HeadState, agents: Agents) -> None:
+        self._state, self._agents = state, agents
+        self._goes_without = False
+        """Whether the run begins without those that are not here."""
+        self._check(0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the workers can start: all agents are here, or enough where the others may come later."""
+        return self._agents.all_here or self._goes_without
+
+    def _check(self, waited_s: float) -> None:
+        state = self._state
+        missing = [node for node in self._agents.nodes if node.channel is None]
+        if not missing or state.is_over:
+            return
+        dead = [node for node in missing if node.agent.poll() is not None]
+        if state.job.is_elastic:
+            if (len(dead) == len(missing) or waited_s > _GATHER_S) and self._begin_without(missing, waited_s):
+                return
+        elif dead or waited_s > self._agents.endpoint.patience_s:
+            state.result = self._not_here(missing, dead)
+        state.loop.after(_LOOK_S, lambda: self._check(waited_s + _LOOK_S))
+
+    def _not_here(self, missing: Sequence[Node], dead: Sequence[Node]) -> LaunchError:
+        """Why the run does not begin."""
+        endpoint = self._agents.endpoint
+        if endpoint.joining is not None and not dead:
+            return LaunchError(
+                f"{len(missing)} of {len(self._agents.nodes)} hosts have not joined within {endpoint.patience_s:.0f} s",
+                where="--on join",
+                fix="type the line shown above on each; -o wait=8h waits longer, and with --nodes MIN:MAX the run"
+                " begins without the others",
+            )
+        why = "ended before it said a word" if dead else f"did not report within {endpoint.patience_s:.0f} s"
+        return LaunchError(
+            f"the agent {why}",
+            where="host " + ", ".join(node.name for node in dead or missing),
+            fix=f"see what it printed above, and that it can open a connection to {self._agents.address}",
+        )
+
+    def _begin_without(self, missing: Sequence[Node], waited_s: float) -> bool:
+        """Begin with the nodes that are here, if they are enough; the others may come later."""
+        present, least = len(self._agents.present()), self._state.job.least_nodes
+        if present < (least or len(self._agents.nodes)):
+            if waited_s > self._agents.endpoint.patience_s or all(node.agent.poll() is not None for node in missing):
+                names = ", ".join(node.name for node in missing)
+                self._state.result = LaunchError(
+                    f"only {present} of at least {least} nodes are here",
+                    where=f"not here: {names}",
+                    fix="see what their agents printed above",
+                )
+            return False
+        self._goes_without = True
+        for node in missing:
+            self._agents.call_again(node)
+        return True

@@ -1,0 +1,264 @@
+"""Options of `manyhosts run` that are not its own: torchrun's, and others that people type.
+
+torchrun's are read as ours where they mean the same. Those that say how processes find each other are left out; those
+that make sense only where a command is typed on every host are answered with the line to type once.
+
+An option of ours after the script is the script's own, if the script knows it. Otherwise it would be ignored, and
+the run would have another size than was asked for: that is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from manyhosts.config import metrics_port, overrides, profile
+from manyhosts.config.metrics_port import MetricsPort
+from manyhosts.config.profile import ProfileRequest
+from manyhosts.errors import ConfigError
+from manyhosts.launchers import script_imports
+
+_WITH_VALUE = (
+    *("--nnodes", "--nproc-per-node", "--node-rank", "--max-restarts", "--local-ranks-filter"),
+    *(
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--master-addr",
+        "--master-port",
+        "--local-addr",
+    ),
+    *("--monitor-interval", "--start-method", "--role", "--log-dir", "--redirects", "-r", "--tee", "-t"),
+    *("--logs-specs", "--numa-binding", "--event-log-handler", "--shutdown-timeout", "--signals-to-handle"),
+)
+_WITHOUT_VALUE = ("--standalone", "--run-path", "--use-env", "--virtual-local-rank")
+_SEVERAL_HOSTS = ("--hosts", "--hostfile", "--nodes", "--on", "--cluster")
+"""With one of ours among the words, the run is not of this machine alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What was typed, in our words."""
+
+    words: list[str]
+    left_out: list[str] = field(default_factory=list)
+    """torchrun's options that need not be said."""
+    is_other: bool = False
+    """Whether it differs from what was typed."""
+
+
+def translate(typed: Sequence[str], flags: Collection[str], with_value: Collection[str]) -> Translation:
+    """Read the words after `manyhosts run`; `flags` and `with_value` are the options that it has itself.
+
+    Raises:
+        ConfigError: they are meant to be typed on every host, or two of them are glued together.
+    """
+    ours, theirs, rest = _sorted_out(typed, flags, with_value)
+    if not theirs:
+        return Translation([*ours, *rest], is_other=[*ours, *rest] != list(typed))
+    for name, value in theirs.items():
+        if "--" in value:
+            what = f"{value!r} holds a value and the next option, without a space between them"
+            raise ConfigError(what, where=name, fix=f"write {name}={value.replace('--', ' --', 1)}")
+    elsewhere = any(word.partition("=")[0] in _SEVERAL_HOSTS for word in ours)
+    own, used = _in_our_words(theirs, rest, elsewhere=elsewhere)
+    return Translation([*ours, *own, *rest], [name for name in theirs if name not in used], is_other=True)
+
+
+def split(words: Sequence[str], with_value: Collection[str]) -> tuple[list[str], list[str]]:
+    """The options before the script, with their values, and the script with the words after it."""
+    left, ours = list(words), []
+    while left and left[0].startswith("-") and left[0] not in ("-", "--"):
+        ours.append(left.pop(0))
+        if ours[-1] in with_value and left:
+            ours.append(left.pop(0))
+    return ours, left
+
+
+def _sorted_out(
+    typed: Sequence[str], flags: Collection[str], with_value: Collection[str]
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Our options, torchrun's with their values, and the script with the words after it."""
+    ours: list[str] = []
+    theirs: dict[str, str] = {}
+    left = list(typed)
+    while left and left[0].startswith("-") and left[0] != "--":
+        word = left.pop(0)
+        name, sign, value = word.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name in with_value or name in flags:
+            ours.append(f"{name}{sign}{value}")
+            if name in with_value and not sign:
+                ours += [left.pop(0)] if left else []
+        elif name in _WITHOUT_VALUE:
+            theirs[name] = ""
+        elif name in _WITH_VALUE:
+            theirs[name] = value if sign else left.pop(0) if left else ""
+        else:
+            ours.append(word)  # the parser says that there is no such option
+    return ours, theirs, left
+
+
+def _in_our_words(theirs: dict[str, str], rest: Sequence[str], *, elsewhere: bool) -> tuple[list[str], list[str]]:
+    """Our options for those of torchrun's that ask for something, and the names of these."""
+    words: list[str] = []
+    each = theirs.get("--nproc-per-node", "")
+    count = str(os.cpu_count() or 1) if each == "cpu" else "" if each in ("gpu", "auto") else each
+    nodes = theirs.get("--nnodes", "1")
+    if not elsewhere and (nodes not in ("1", "1:1") or theirs.get("--node-rank", "0") != "0"):
+        most = nodes.rpartition(":")[2]
+        hosts = ",".join(f"HOST{number}" for number in range(1, 1 + (int(most) if most.isdecimal() else 2)))
+        line = ["manyhosts", "run", "--hosts", hosts, *(["--workers-per-node", count] if count else []), *rest]
+        raise ConfigError(
+            "torchrun is started on every host, and manyhosts once, by one who can reach them all",
+            where=f"--nnodes {nodes}",
+            fix=f"type on one machine: {shlex.join(line)}; `--on slurm` and other targets: `manyhosts run --help`",
+        )
+    if elsewhere and "--nnodes" in theirs:
+        words += ["--nodes", nodes]
+    if count:
+        words += ["--workers-per-node" if elsewhere else "--workers", count]
+    if "--max-restarts" in theirs:
+        words += ["--restarts", theirs["--max-restarts"]]
+    if "--local-ranks-filter" in theirs:
+        words += ["--show", theirs["--local-ranks-filter"]]
+    return words, ["--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--local-ranks-filter"]
+
+
+_WORKERS = ("--gpus", "--gpu", "--num-gpus", "--ngpus", "--ngpu", "--nproc", "--np", "--num-processes", "--num-procs")
+_OURS = {
+    **dict.fromkeys((*_WORKERS, "--num-workers", "--devices", "--ntasks", "--processes"), "--workers"),
+    **dict.fromkeys(("-n", "-np", "-g", "-w"), "--workers"),
+    **dict.fromkeys(("--num-nodes", "--num-machines", "--machines", "-N"), "--nodes"),
+    **dict.fromkeys(("--host", "--host-list", "-H"), "--hosts"),
+    **dict.fromkeys(("--output", "--output-dir", "--out", "--dir", "--save-dir", "-d"), "--run-dir"),
+}
+_SETTINGS = {
+    **dict.fromkeys(("--epochs", "--epoch", "--max-epochs", "--num-epochs", "-e"), ("duration", "{} epochs")),
+    **dict.fromkeys(("--steps", "--max-steps", "--iterations"), ("duration", "{} steps")),
+    **dict.fromkeys(("--batch", "--bs", "-b"), ("batch_size", "{}")),
+    **dict.fromkeys(("--learning-rate",), ("lr", "{}")),
+}
+
+
+def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> None:
+    """See that `run` has every option that was typed before the script. `rest`: the script and its arguments.
+
+    Raises:
+        ConfigError: it has not, and what was meant is known.
+    """
+    if ours[-2:-1] == ["--set"] and ours[-1] in overrides.known_keys() and rest and not Path(rest[0]).exists():
+        value, *after = rest[1:] if rest[0] == "=" and len(rest) > 1 else rest
+        raise ConfigError(
+            f"the value of {ours[-1]} is a separate word",
+            where=shlex.join([*ours[-2:], rest[0]]),
+            fix=f"type: {shlex.join(['manyhosts', 'run', *ours[:-1], f'{ours[-1]}={value}', *after])}",
+        )
+    for place, word in enumerate(ours):
+        name, sign, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if not word.startswith("-") or name in known:
+            continue
+        # What follows an unknown option was read as the script, or as its arguments.
+        after = [*ours[place + 1 :], *rest]
+        takes = not sign and bool(after) and not after[0].startswith("-")
+        value = value if sign else after[0] if takes else ""
+        if (meant := _meant(name, value)) is None:
+            continue
+        others = [*ours[:place], *meant, *(after[1:] if takes else after)]
+        fix = f"type: {shlex.join(['manyhosts', 'run', *others])}"
+        raise ConfigError(f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix)
+
+
+def _meant(name: str, value: str) -> list[str] | None:
+    """Our words for option `name`; None where it is not known what was meant."""
+    if name in _OURS:
+        return [_OURS[name], value or "N"]
+    key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
+    if not name.startswith("-") or key not in overrides.known_keys():
+        return None
+    return ["--set", f"{key}={form.format(value or 'VALUE')}"]
+
+
+_READERS = (
+    *("argparse", "optparse", "getopt", "click", "typer", "fire", "absl", "hydra", "docopt", "tyro", "jsonargparse"),
+    *("simple_parsing", "tap", "omegaconf", "lightning", "pytorch_lightning", "transformers", "accelerate", "runpy"),
+)
+
+
+def reads_arguments(script: Path, root: Path) -> bool:
+    """Whether `script`, or a module of its own, may read the arguments after it on the command line."""
+    any_tree = False
+    for tree in script_imports.trees(script, root):
+        any_tree = True
+        for node in ast.walk(tree):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            if any(name.partition(".")[0] in _READERS for name in names):
+                return True
+            if (isinstance(node, ast.Attribute) and node.attr in ("argv", "orig_argv")) or "argv" in names:
+                return True
+    return not any_tree
+
+
+def unread(arguments: Sequence[str], ours: Collection[str], script: Path, root: Path) -> list[str]:
+    """The options of ours among the script's arguments that neither the script nor its own modules name."""
+    found = [name for word in arguments if (name := word.partition("=")[0]) in ours]
+    if not found:
+        return []
+    named: set[str] = set()
+    for tree in script_imports.trees(script, root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= {word.strip("\"',;:.()[]`=").partition("=")[0] for word in node.value.split()}
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                named.add(f"--{node.target.id}")  # a field of arguments that are a dataclass
+            elif isinstance(node, ast.arg):
+                named.add(f"--{node.arg}")  # click, typer and fire make options of a function's arguments
+    named |= {name.replace("_", "-") for name in named}
+    return [name for name in found if name not in named]
+
+
+OPTION_OF = {profile.VARIABLE: "--profile", metrics_port.VARIABLE: "--metrics-port"}
+"""The option for each variable."""
+_OPTIONS = (
+    click.option(
+        "--profile",
+        metavar='"N steps"',
+        help="Keep a trace of so many steps of rank 0, and what it says, in DIR/profile; 20 steps@0,3: of these ranks.",
+    ),
+    click.option(
+        "--metrics-port",
+        metavar="PORT",
+        help="Serve metrics for Prometheus on rank 0's host, to that host alone; 0.0.0.0:PORT: to every host.",
+    ),
+)
+
+
+def measuring_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add them to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def environment(steps: str | None, port: str | None) -> dict[str, str]:
+    """The variables that carry them to the workers: the words of `--profile` and `--metrics-port`, None if not given.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    return {
+        **({} if steps is None else ProfileRequest.parse(steps).to_environment()),
+        **({} if port is None else MetricsPort.parse(port).to_environment()),
+    }

@@ -15,6 +15,9 @@ from manyhosts.control.screen import say_last
 from manyhosts.errors import ManyhostsError
 from manyhosts.records import plain_text
 
+_HELP: type[BaseException] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click 8.2 and newer raise for `manyhosts snapshots`, which lacks its verb; older ones print the help."""
+
 
 def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -> int:
     """Print `error` for a person and return the exit code that it stands for. `trace` shows where it was raised.
@@ -30,6 +33,9 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
         return 130
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, _HELP):
+        print(error.format_message(), file=sys.stderr, flush=True)
+        return 2
     if isinstance(error, click.ClickException):
         what = f"No such option '{error.option_name}'." if isinstance(error, click.NoSuchOption) else ""
         _print("manyhosts", what or error.format_message(), _fix(error, verb))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from manyhosts.cli.progress import Progress
 from manyhosts.cli.where import Where, pairs
 from manyhosts.cluster.findings import worst_first
 from manyhosts.control.job import Job
-from manyhosts.errors import LaunchError
+from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
 
@@ -71,6 +72,9 @@ def doctor(
     Exit codes: 0 nothing is bad (there may be warnings), 2 the request was wrong, 3 a host cannot be reached or is not
     fit for a run, 4 hosts cannot talk to each other.
     """
+    if script and not script.endswith(".py") and not Path(script).exists():
+        fix = f"if it is a host: manyhosts doctor --hosts {shlex.quote(script)}"
+        raise ConfigError(f"there is no script {script!r}", where=str(Path.cwd()), fix=fix)
     if script:
         scripts.check(script, "script")
     examination = examined(Where(**words), run_dir=run_dir, data=data, script=script, silent=as_json)  # type: ignore[arg-type]  # click's words by name

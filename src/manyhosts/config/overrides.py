@@ -282,9 +282,8 @@ def _read(text: str, kind: Any, key: str, words: Sequence[str] = ()) -> Any:
         try:
             return kind(text)
         except ValueError as cause:
-            needed = "a whole number" if kind is int else "a number"
-            also = f", a number or one of {', '.join(map(repr, words))}" if words else ""
-            raise ConfigError(
-                f"{key} is {text!r}, which is not {needed}", where="--set", fix=f"write --set {key}=…{also}"
-            ) from cause
+            needed, example = ("a whole number", "8") if kind is int else ("a number", "0.1")
+            also = f", or one of {', '.join(map(repr, words))}" if words else ""
+            fix = f"write {needed}, as in --set {key}={example}{also}"
+            raise ConfigError(f"{key} is {text!r}, which is not {needed}", where="--set", fix=fix) from cause
     return text

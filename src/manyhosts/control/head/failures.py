@@ -23,6 +23,8 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 
+_EXCHANGE = re.compile(r"Dist\w+Error|gloo|nccl", re.IGNORECASE)
+"""In the words of an error that a collective of PyTorch raised."""
 _MAY_PASS = re.compile(
     r"^([\w.]*\.)?(OSError|BlockingIOError|\w*Connection\w*|\w*Timeout\w*|HTTPError|URLError|\w*Memory\w*|RankLost|"
     r"CommunicationError|SnapshotError)\b"
@@ -130,7 +132,11 @@ class Failure:
             return self.stack
         if self.error is None or self.error.get("words"):
             return ""
-        return str(self.error.get("text", ""))
+        text = str(self.error.get("text", ""))
+        if text and _EXCHANGE.search(str(self.error.get("summary", ""))):
+            place = f"rank {self.rank} on host {self.host}"
+            return f"manyhosts: an exchange between the workers failed; what PyTorch said of it in {place}:\n{text}"
+        return text
 
     def reported(self, others_ended: int) -> ManyhostsError:
         """The error that ends the run, or that a restart mends."""

@@ -15,7 +15,7 @@ from manyhosts.control.screen import say_last
 from manyhosts.errors import ManyhostsError
 from manyhosts.records import plain_text
 
-_HELP: type[BaseException] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
+_HELP: type[click.ClickException] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """What click 8.2 and newer raise for `manyhosts snapshots`, which lacks its verb; older ones print the help."""
 
 

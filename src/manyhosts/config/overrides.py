@@ -88,6 +88,7 @@ def of_file(path: Path) -> dict[str, str]:
                 )
             text = "none" if each is None else str(each).lower() if isinstance(each, bool) else str(each)
             overrides[key if field is None else f"{key}.{field}"] = text
+    check_keys(overrides, overrides, where=f"--set {path}")
     return overrides
 
 
@@ -101,7 +102,9 @@ def known_keys() -> list[str]:
     return sorted(keys)
 
 
-def check_keys(overrides: Iterable[str], values: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_keys(
+    overrides: Iterable[str], values: Mapping[str, str] = MappingProxyType({}), *, where: str = "--set"
+) -> None:
     """Raise ConfigError for the first key that is no setting, with the nearest one that is.
 
     `values`: what was typed for them, where one value was; it stands in what is to be written instead.
@@ -111,7 +114,7 @@ def check_keys(overrides: Iterable[str], values: Mapping[str, str] = MappingProx
         if key not in known:
             raise ConfigError(
                 f"there is no setting named {key!r}",
-                where="--set",
+                where=where,
                 fix=f"{_called(key, values.get(key, ''))}{nearest(key, known)}{_like(key, known)}"
                 "all of them: manyhosts run --set help",
             )

@@ -122,3 +122,9 @@ def test_words_of_pytorch_about_an_exchange_are_announced(summary: str, is_of_ex
     assert shown.endswith("Traceback …")
     announced = "manyhosts: an exchange between the workers failed; what PyTorch said of it in rank 1 on host n2:\n"
     assert shown.startswith(announced) is is_of_exchange
+
+
+def test_file_that_is_not_there_is_told_with_where_it_is_looked_for() -> None:
+    summary = "FileNotFoundError: [Errno 2] No such file or directory: 'data/digits.pt'"
+    error = Failure(rank=1, host="n2", error={"summary": summary, "text": "Traceback …"}).reported(0)
+    assert error.fix.endswith("is looked for in the folder where the run was started")

@@ -45,6 +45,9 @@ _CAUSES = {
 _OTHER_SIZE = "op.preamble.length"
 """In what Gloo says when it is sent more than it has room for."""
 SAME_SHAPES = "the ranks gave one exchange tensors of different shapes or kinds: see the traceback, and compare by rank"
+_BELOW_WORKING_DIRECTORY = (
+    "see the traceback above; a path that does not begin with / is looked for in the folder where the run was started"
+)
 _POLITE = ("SIGINT", "SIGTERM", "SIGHUP")
 _LESS = (
     "use a smaller batch, or micro_batch_size; fewer workers or fewer DataLoader workers on that host; or give it more"
@@ -160,7 +163,8 @@ class Failure:
             summary = str(self.error.get("summary", "an error"))
             if self.memory.get("killed"):
                 rest = f"; the kernel has ended a process there for want of memory{rest}"
-            return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix="see the traceback above")
+            fix = _BELOW_WORKING_DIRECTORY if summary.startswith("FileNotFoundError") else "see the traceback above"
+            return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix=fix)
         if self.signal:
             return self._told_of_signal(who, rest)
         return ScriptError(

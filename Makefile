@@ -42,7 +42,8 @@ clean: ## remove what `make` has made, but no runs
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@torch=$$(grep '^torch==' requirements/runtime.txt | cut -d= -f3); \
 	if nvidia-smi -L >/dev/null 2>&1; then echo "NVIDIA GPU found: installing torch $$torch with CUDA"; \
-	else echo "no NVIDIA GPU found: installing torch $$torch as pinned, the build for CPUs where there is one"; fi
+	else echo "no NVIDIA GPU found: installing torch $$torch as pinned, the build for CPUs where there is one"; fi; \
+	echo "pip says nothing until it has downloaded all of it, which takes minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +146,11 @@ def test_nothing_to_override_sets_no_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(overrides.VARIABLE, raising=False)
     assert overrides.to_environment({}) == {}
     assert overrides.from_environment() == {}
+
+
+def test_wrong_key_of_a_file_is_told_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("batch_size: 32\nlearning_rate: 0.1\n")
+    with pytest.raises(ConfigError, match="no setting named 'learning_rate'") as found:
+        overrides.parse([str(path)])
+    assert found.value.where == f"--set {path}"

@@ -52,6 +52,8 @@ def analyse(runs: tuple[str, ...], as_json: bool, trace: bool, workers: int, **a
     for directory in (folder, *(other for other, _ in others)):
         run_directory(directory)
     request = analysing.Request(**{**asked, "snapshot": snapshot})
+    if not as_json:
+        print("the script is run up to its fit, then the model on its data …", file=sys.stderr, flush=True)
     try:
         found = analysing.analyse(folder, request, to=folder, command=_MANYHOSTS, workers=workers)
         for directory, step in others:

@@ -13,8 +13,8 @@ def print_columns(heads: Sequence[str], rows: Sequence[Sequence[str]], *, number
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for head in heads:
-            table.add_column(head, justify="right" if head in numbers else "left")
+        for place, head in enumerate(heads):  # the first is what a row is called by: never cut
+            table.add_column(head, justify="right" if head in numbers else "left", no_wrap=place == 0)
         for row in rows:
             table.add_row(*row)
         Console().print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shlex
 import statistics
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -24,13 +25,10 @@ from manyhosts.cluster.findings import LEVELS, Finding, worst_first
 from manyhosts.control.job import Job
 from manyhosts.doctor import fast_links, network
 from manyhosts.doctor.examination import Examination
-from manyhosts.errors import LaunchError
+from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.units import bytes_in_words, seconds_in_words
-
-if TYPE_CHECKING:
-    from manyhosts.doctor.examination import Examination
 
 
 def places(command: Callable[..., int]) -> Callable[..., int]:
@@ -75,6 +73,9 @@ def doctor(
     Exit codes: 0 nothing is bad (there may be warnings), 2 the request was wrong, 3 a host cannot be reached or is not
     fit for a run, 4 hosts cannot talk to each other.
     """
+    if script and not script.endswith(".py") and not Path(script).exists():
+        fix = f"if it is a host: manyhosts doctor --hosts {shlex.quote(script)}"
+        raise ConfigError(f"there is no script {script!r}", where=str(Path.cwd()), fix=fix)
     if script:
         scripts.check(script, "script")
     examination = examined(Where(**words), run_dir=run_dir, data=data, script=script, silent=as_json)  # type: ignore[arg-type]  # click's words by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 
 import click
@@ -116,11 +117,16 @@ def init(folder: Path, dry_run: bool, loop: bool, trace: bool) -> int:
     if dry_run:
         print(f"--- {path}\n{script}", end="")
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
-    with path.open("x") as file:
-        file.write(script)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("x") as file:
+            file.write(script)
+    except OSError as cause:
+        fix = "name a folder that you may write in: `manyhosts init DIR`"
+        raise ConfigError(f"nothing can be written there: {cause.strerror}", where=str(path), fix=fix) from cause
+    typed = shlex.quote(str(path))
     print(f"Wrote {path}. Now:")
     if importlib.util.find_spec("sklearn") is None:
         print("  pip install scikit-learn               # the digits come inside it")
-    print(f"  python {path}                   # one process\n  manyhosts run --workers 2 {path}")
+    print(f"  python {typed}                   # one process\n  manyhosts run --workers 2 {typed}")
     return 0

@@ -20,6 +20,9 @@ from manyhosts.control.screen import say_last
 from manyhosts.errors import ManyhostsError
 from manyhosts.records import plain_text
 
+_HELP: type[click.ClickException] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What click 8.2 and newer raise for `manyhosts snapshots`, which lacks its verb; older ones print the help."""
+
 
 def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -> int:
     """Print `error` for a person and return its exit code. `trace` shows where it was raised.
@@ -35,6 +38,9 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
         return 130
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, _HELP):
+        print(error.format_message(), file=sys.stderr, flush=True)
+        return 2
     if isinstance(error, click.ClickException):
         what = f"No such option '{error.option_name}'." if isinstance(error, click.NoSuchOption) else ""
         _print("manyhosts", what or error.format_message(), _fix(error, verb))
@@ -43,9 +49,8 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
         raise error
     if trace:
         traceback.print_exception(error)
-    say_last(
-        sys.stderr, f"manyhosts: {plain_text.lines(str(error))}\n"
-    )  # a terminal that is stopped cannot hold the end up
+    # A terminal that is stopped cannot hold the end up
+    say_last(sys.stderr, f"manyhosts: {plain_text.lines(str(error))}\n")
     return error.exit_code
 
 

@@ -342,7 +342,7 @@ def _row(each: Prediction, *, priced: bool) -> list[str]:
 
 
 def _time(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else seconds_in_words(seconds)
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else seconds_in_words(seconds)
 
 
 def _range(low: float, high: float) -> str:

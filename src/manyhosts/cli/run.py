@@ -36,6 +36,7 @@ from manyhosts.units import bytes_of
 _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data")
 """Loaded once per host for scripts that import manyhosts."""
 _REHEARSAL = "manyhosts.rehearsal"
+_INTERRUPTED = 130
 _CROWD = 4
 """Workers to a core, above which a run says that they are many."""
 _MARKED = "manyhosts.script-is-marked"
@@ -212,12 +213,15 @@ def run(**words: Any) -> int:
         print(handle)
         return 0
     named_runs.keep_handle(job.run_dir, "")
+    named_runs.keep_interruption(job.run_dir, interrupted=False)
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = _display(screen)
         try:
-            return launcher.submit(plan, display)
+            code = launcher.submit(plan, display)
         finally:
             display.close()
+    named_runs.keep_interruption(job.run_dir, interrupted=code == _INTERRUPTED)
+    return code
 
 
 def _check_words(words: Mapping[str, Any]) -> None:

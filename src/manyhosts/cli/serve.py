@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -11,6 +12,7 @@ from typing import Any
 
 import click
 
+from manyhosts.cli.progress import Progress
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import directory_of
 
@@ -79,11 +81,14 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
     if dry_run:
         print(f"would serve {path} on {words['host']} port {words['port']}")
         return 0
+    progress = Progress(sys.stderr, silent=False)
+    progress.doing("opening the model")
     try:
         from manyhosts.serve.app import Limits, Options, is_loopback
         from manyhosts.serve.serve import serve as served
         from manyhosts.serve.workers import Served
     except ModuleNotFoundError as cause:
+        progress.close()
         raise ConfigError(
             f"serving takes {cause.name}, which is not installed",
             where="serve",
@@ -120,6 +125,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
     )
 
     def announce(address: str) -> None:
+        progress.close()
         print(f"serving {path} at {address}", file=sys.stderr)
         if made:
             print(f"token: {token}", file=sys.stderr)
@@ -128,7 +134,8 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         print(f"  curl {header}{address}/readyz", file=sys.stderr)
         sys.stderr.flush()
 
-    served(options, announce)
+    with contextlib.closing(progress):
+        served(options, announce)
     return 0
 
 

@@ -62,6 +62,7 @@ def watch(directory: str, web: bool, port: int, trace: bool) -> int:
 
             _read_all(live, lock)
             print(stack.enter_context(Server(Content(page, state), port)).address, flush=True)
+            print("the page is there until Ctrl-C", file=sys.stderr, flush=True)
         console = Console()
         can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         try:

@@ -88,6 +88,7 @@ def of_file(path: Path) -> dict[str, str]:
                 )
             text = "none" if each is None else str(each).lower() if isinstance(each, bool) else str(each)
             overrides[key if field is None else f"{key}.{field}"] = text
+    check_keys(overrides, overrides, where=f"--set {path}")
     return overrides
 
 
@@ -101,7 +102,9 @@ def known_keys() -> list[str]:
     return sorted(keys)
 
 
-def check_keys(overrides: Iterable[str], values: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_keys(
+    overrides: Iterable[str], values: Mapping[str, str] = MappingProxyType({}), *, where: str = "--set"
+) -> None:
     """Raise ConfigError for the first key that is no setting, with the nearest one that is.
 
     `values`: what was typed for them, where one value was; it is in what is to be written instead.
@@ -111,7 +114,7 @@ def check_keys(overrides: Iterable[str], values: Mapping[str, str] = MappingProx
         if key not in known:
             raise ConfigError(
                 f"there is no setting named {key!r}",
-                where="--set",
+                where=where,
                 fix=f"{_called(key, values.get(key, ''))}{nearest(key, known)}{_like(key, known)}"
                 "all of them: manyhosts run --set help",
             )
@@ -282,9 +285,8 @@ def _read(text: str, kind: Any, key: str, words: Sequence[str] = ()) -> Any:
         try:
             return kind(text)
         except ValueError as cause:
-            needed = "an integer" if kind is int else "a number"
-            also = f", a number or one of {', '.join(map(repr, words))}" if words else ""
-            raise ConfigError(
-                f"{key} is {text!r}, which is not {needed}", where="--set", fix=f"write --set {key}=…{also}"
-            ) from cause
+            needed, example = ("an integer", "8") if kind is int else ("a number", "0.1")
+            also = f", or one of {', '.join(map(repr, words))}" if words else ""
+            fix = f"write {needed}, as in --set {key}={example}{also}"
+            raise ConfigError(f"{key} is {text!r}, which is not {needed}", where="--set", fix=fix) from cause
     return text

@@ -18,8 +18,12 @@ _LONGEST_SUMMARY = 400
 _GAP = " … "
 _NATIVE = re.compile(
     r"^\s*(frame #\d+: .*|Exception raised from .*\(most recent call first\):|C\+\+ CapturedTraceback:"
-    r"|#\d+ .* from .*:\d+)$"
+    r"|#\d+ .* from .*:\d+"
+    r'|Extension modules: .*|File ".*/manyhosts/control/.*", line \d+ in .*|File "<string>", line 1 in <module>)$'
 )
+"""Of C++, and of what Python writes when C++ has ended it: there no frame has a comma behind its line."""
+_GAVE_UP = "terminate called after throwing an instance of "
+_EXCHANGES = ("gloo", "c10d", "nccl")
 
 
 def text(error: BaseException) -> str:
@@ -64,7 +68,17 @@ def without_native_frames(text: str) -> str:
 
 def may_hold_noise(text: str) -> bool:
     """Whether lines of `text` may be native frames or idle notices: at once for many lines."""
-    return any(sign in text for sign in ("#", "[W", "raised from", "CapturedTraceback"))
+    signs = ("#", "[W", "raised from", "CapturedTraceback", ", line ", "Extension modules")
+    return any(sign in text for sign in signs)
+
+
+def what_gave_up(text: str) -> str:
+    """What C++ gave up on, where `text` begins to say so: a sentence to stand before its own words; else empty."""
+    if _GAVE_UP not in text:
+        return ""
+    kind = text.partition(_GAVE_UP)[2].partition("\n")[0].lower()
+    what = "an exchange between the workers failed" if any(word in kind for word in _EXCHANGES) else "C++ code failed"
+    return f"{what}, and ended the process; its own words come next, and at the end what helps"
 
 
 def is_native_frame(line: str) -> bool:

@@ -26,9 +26,11 @@ METAVAR = "RUN"
 """How help calls an argument that is read by this file."""
 _RUNS = "runs"
 _HANDLE = Path("detached", "handle.json")
+_INTERRUPTED = Path("logs", "interrupted")
 _LOOK_S = 0.1
 _ENDS_WITHIN_S = 120.0
 _UNTRAINED = "no training is on record: the script ended before it, or has no mh.Trainer; its log says more"
+INTERRUPTED = "interrupted; no training is on record"
 _STATES: dict[str, State] = {"completed": "done", "stopped early": "done", "interrupted": "cancelled"}
 
 
@@ -107,6 +109,20 @@ def keep_handle(run_dir: Path, handle: str) -> None:
             (run_dir / _HANDLE).unlink(missing_ok=True)
 
 
+def keep_interruption(run_dir: Path, *, interrupted: bool) -> None:
+    """Remember that somebody ended the run in `run_dir`, or forget it: a script that has not trained has no record."""
+    with contextlib.suppress(OSError):
+        if interrupted:
+            (run_dir / _INTERRUPTED).touch()
+        else:
+            (run_dir / _INTERRUPTED).unlink(missing_ok=True)
+
+
+def was_interrupted(run_dir: Path) -> bool:
+    """Whether somebody ended the run in `run_dir`, as `keep_interruption` has it."""
+    return (run_dir / _INTERRUPTED).exists()
+
+
 def handle_of(run_dir: Path) -> str:
     """What `run --detach` printed for the run in `run_dir`; empty where a terminal keeps it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -169,12 +185,14 @@ class InTerminal:
         owner, hosts = run_lock.owner_of(directory.path), ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             hosts = ",".join(parsed(directory.run_json.read_bytes())["hosts"])
-        log = str(directory.logs)
+        log = str(directory.logs) if directory.logs.is_dir() else ""
         if owner is not None and run_lock.goes_on(directory.path):
             return Status(state="running", reason=f"process {owner.process} on {owner.host}", hosts=hosts, log=log)
         try:
             summary = Summary.read(directory.summary)
         except ConfigError:
+            if was_interrupted(directory.path):
+                return Status(state="cancelled", reason=INTERRUPTED, hosts=hosts, log=log)
             reason = "no end is on record: it broke off" if directory.run_json.exists() else _UNTRAINED
             return Status(state="unknown", reason=reason, hosts=hosts, log=log)
         return Status(state=_STATES.get(summary.status, "failed"), reason=summary.reason, hosts=hosts, log=log)
@@ -186,6 +204,9 @@ class InTerminal:
             ConfigError: there is no run in that directory.
         """
         folder = self._run(name).logs
+        if not folder.is_dir():
+            fix = "start it with `manyhosts run`, which keeps what it prints"
+            raise ConfigError("a script that started itself printed to its own terminal", where=name, fix=fix)
         readers: dict[Path, Callable[[], str]] = {}
         rests: dict[Path, str] = {}
         while True:

@@ -119,7 +119,12 @@ class ShowProgress:
         if settings.get("batch_size_per_worker"):
             batch = f"batch {settings['batch_size_per_worker']} per worker"
         workers = amount(record.workers, "worker") + (f" on {len(record.hosts)} hosts" if len(record.hosts) > 1 else "")
-        words = [Path(record.script).name, f"{workers} ({record.strategy})", batch, settings["duration"]]
+        words = [
+            Path(record.script).name,
+            f"{workers} ({record.strategy})",
+            batch,
+            str(Duration.parse(settings["duration"])),
+        ]
         lines = [f"{paint(words[0], 'bold')}  " + " · ".join(word for word in words[1:] if word)]
         if event.step:
             source = f" ({Path(event.resumed_from).name})" if event.resumed_from else ""
@@ -176,8 +181,9 @@ class ShowProgress:
         start = self._start
         if start is None or not start.total_steps or not start.steps_per_epoch:
             return None
-        left = (start.total_steps - start.step) / start.steps_per_epoch
-        return math.ceil(start.epochs_done + left - 1e-6)  # the batch, and so the steps of an epoch, may have changed
+        done = math.floor(start.epochs_done + 1e-6)  # the batch, and so the steps of an epoch, may have changed
+        of_this_one = math.floor((start.epochs_done - done) * start.steps_per_epoch + 1e-6)  # its last step is smaller
+        return done + math.ceil((of_this_one + start.total_steps - start.step) / start.steps_per_epoch)
 
     def _seconds_left(self, last: StepDone) -> float | None:
         """By whichever limit comes first; validations between the steps count as they did so far."""

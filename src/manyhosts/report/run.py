@@ -111,7 +111,7 @@ def see_that_run(folder: Path) -> None:
             what = "there is no such folder"
         elif (folder / "logs").is_dir():
             what = "nothing but what the workers printed is on record here: no training by mh.Trainer began"
-            fix = "read the files in its folder logs: the script failed before it trained, or trains by other means"
+            fix = "read the files in its folder logs: the script ended before it trained, or trains by other means"
         else:
             what = "this folder holds neither a run nor a study"
         raise ConfigError(what, where=str(folder), fix=fix)

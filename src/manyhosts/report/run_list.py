@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.named_runs import handle_of, runs_in
+from manyhosts.launchers.named_runs import INTERRUPTED, handle_of, runs_in, was_interrupted
 from manyhosts.records import run_lock
 from manyhosts.records.numbers import to_words
 from manyhosts.records.run_directory import RunDirectory
@@ -58,9 +58,13 @@ def _read(path: Path) -> ListedRun:
     try:
         return _of(path)
     except ConfigError as error:
-        failed = "" if run_lock.goes_on(path) else _failed_early(path)
-        state = "running" if run_lock.goes_on(path) else "failed" if failed else "no record"
-        reason = failed or error.what
+        state, reason = "no record", error.what
+        if run_lock.goes_on(path):
+            state = "running"
+        elif was_interrupted(path):
+            state, reason = "interrupted", INTERRUPTED
+        elif failed := _failed_early(path):
+            state, reason = "failed", failed
         return ListedRun(
             directory=str(path), handle=handle_of(path), script="", state=state, reason=reason, started=None,
             workers=None, steps=0, seconds=0.0, best={},

@@ -217,4 +217,4 @@ def _only_rank_0(run: Run) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return seconds_in_words(seconds) if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return seconds_in_words(seconds) if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"

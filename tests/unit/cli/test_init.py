@@ -36,6 +36,20 @@ def test_script_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.Captu
     assert f"where: {tmp_path / 'train.py'}" in capsys.readouterr().err
 
 
+def test_what_is_to_be_typed_can_be_typed_where_a_folder_has_a_space(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my project"
+    assert main(["init", str(path)]) == 0
+    assert f"manyhosts run --workers 2 '{path}/train.py'\n" in capsys.readouterr().out
+
+
+def test_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["init", str(tmp_path / "file" / "project")]) == 2
+    assert "manyhosts: nothing can be written there: " in capsys.readouterr().err
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--dry-run", str(tmp_path)]) == 0
     assert "mh.Trainer(" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cli.main import main
+from manyhosts.launchers import named_runs
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
@@ -29,3 +30,30 @@ def test_handle_of_a_run_that_is_not_on_this_machine_gets_a_sentence(
 def test_help_of_a_target_lists_its_options(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--on", target, "--help"]) == 0
     assert f"Options of {target}, each as -o KEY=VALUE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verb", "code", "told"),
+    [
+        ("status", 0, "cancelled · interrupted; no training is on record"),
+        ("logs", 0, "one line"),
+        ("runs", 0, "interrupted"),
+    ],
+)
+def test_run_that_somebody_ended_before_it_trained_is_interrupted(
+    verb: str, code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "logs" / "here-0.log").write_text("one line\n")
+    named_runs.keep_interruption(run, interrupted=True)
+    assert main([verb, str(tmp_path if verb == "runs" else run)]) == code
+    assert told in capsys.readouterr().out
+    named_runs.keep_interruption(run, interrupted=False)
+    assert not named_runs.was_interrupted(run)
+
+
+def test_run_without_a_launcher_has_no_log_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main(["logs", str(tmp_path)]) == 2
+    assert "printed to its own terminal" in capsys.readouterr().err

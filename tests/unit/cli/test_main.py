@@ -41,6 +41,12 @@ def test_help_is_a_word_for_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SCRIPT" in capsys.readouterr().out
 
 
+def test_group_without_its_verb_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshots"]) in (0, 2)  # click 8.1 ends with 0
+    said = capsys.readouterr()
+    assert (said.out + said.err).startswith("Usage: manyhosts snapshots")
+
+
 WRONG = [
     (["rnu"], "there is no verb 'rnu'. did you mean 'run'?"),
     (["train.py", "--workers", "2"], "write manyhosts run train.py --workers 2"),
@@ -51,6 +57,8 @@ WRONG = [
     (["run", "--workers"], "`manyhosts run --help` lists what it takes"),
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
     (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
+    (["doctor", "far-away"], "if it is a host: manyhosts doctor --hosts far-away"),
+    (["run", "--set", "batch_size=", __file__], "write a whole number, as in --set batch_size=8"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),
     (["run", "--workers", "3.5", "x.py"], "  fix:   give an integer, such as 2"),
     (["run", "--set", "lr", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),

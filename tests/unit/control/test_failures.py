@@ -106,3 +106,25 @@ def test_error_about_what_a_host_reads_names_that_host_and_the_rank() -> None:
 def test_worker_that_has_failed_does_not_say_that_all_is_well(said: object, code: int) -> None:
     words = {"type": "OfTheScript", "what": "x", "where": "", "fix": "", "exit_code": said}
     assert rebuilt(words).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("summary", "is_of_exchange"),
+    [
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer", True),
+        ("torch.distributed.DistBackendError: NCCL error", True),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", False),
+        ("ValueError: bad batch", False),
+    ],
+)
+def test_words_of_pytorch_about_an_exchange_are_announced(summary: str, is_of_exchange: bool) -> None:
+    shown = Failure(rank=1, host="n2", error={"summary": summary, "text": "Traceback …"}).traceback
+    assert shown.endswith("Traceback …")
+    announced = "manyhosts: an exchange between the workers failed; what PyTorch said of it in rank 1 on host n2:\n"
+    assert shown.startswith(announced) is is_of_exchange
+
+
+def test_file_that_is_not_there_is_told_with_where_it_is_looked_for() -> None:
+    summary = "FileNotFoundError: [Errno 2] No such file or directory: 'data/digits.pt'"
+    error = Failure(rank=1, host="n2", error={"summary": summary, "text": "Traceback …"}).reported(0)
+    assert error.fix.endswith("is looked for in the folder where the run was started")

@@ -11,6 +11,9 @@ NATIVE = [
     "frame #0: c10::Error::Error(c10::SourceLocation) + 0x1a (0x7f in libc10.so)",
     "frame #27: <unknown function> + 0x94ac3 (0x7f in /lib/libc.so.6)",
     "#4 c10::detail::torchCheckFail from /pytorch/c10/Exception.cpp:42",
+    "Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)",
+    '  File "/env/manyhosts/control/agent/worker.py", line 182 in run_main',
+    '  File "<string>", line 1 in <module>',
 ]
 
 
@@ -19,9 +22,22 @@ def test_line_of_native_code_is_known(line: str) -> None:
     assert tracebacks.is_native_frame(line)
 
 
-@pytest.mark.parametrize("line", ["frame 3 of 10", "  File 'train.py', line 3, in frame", "#4 in the list", ""])
+@pytest.mark.parametrize(
+    "line", ["frame 3 of 10", '  File "train.py", line 3, in f', '  File "train.py", line 3 in f', "#4 in the list", ""]
+)
 def test_line_of_a_person_is_none(line: str) -> None:
     assert not tracebacks.is_native_frame(line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("'gloo::EnforceNotMet'", "an exchange between the workers failed"), ("'std::bad_alloc'", "C++ code failed")],
+)
+def test_sentence_stands_before_the_last_words_of_native_code(kind: str, what: str) -> None:
+    text = f"terminate called after throwing an instance of {kind}\n  what():  [enforce fail]"
+    assert tracebacks.may_hold_noise('  File "train.py", line 3 in f')
+    assert tracebacks.what_gave_up(text).startswith(f"{what}, and ended the process")
+    assert tracebacks.what_gave_up("a line of the script") == ""
 
 
 def test_notice_that_nobody_can_do_anything_about_is_known_and_a_real_warning_is_none() -> None:

@@ -54,6 +54,16 @@ def test_start_says_where_it_goes_on() -> None:
     assert voice.said[1] == "continues after step 4 (step-00000004)"
 
 
+def test_epochs_are_not_one_more_where_a_run_continues_in_an_epoch_whose_last_batch_is_small() -> None:
+    """1,258 samples are 20 batches, of which the last is of 42: after ten, more than half of an epoch is done."""
+    begun = started(150, steps_per_epoch=20, total_steps=200, epochs_done=7 + 10 * 64 / 1258)
+    assert show([begun, stepped(151)]).fields[-1]["epochs"] == 10
+
+
+def test_duration_is_told_in_full_words() -> None:
+    assert show([started()], duration="3epoch").said == ["train.py  2 workers (ddp) · batch 8 · 3 epochs"]
+
+
 def test_epoch_and_its_validation_are_one_line_with_a_mark_when_best() -> None:
     voice = show(
         [

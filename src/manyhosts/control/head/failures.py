@@ -23,6 +23,8 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 
+_EXCHANGE = re.compile(r"Dist\w+Error|gloo|nccl", re.IGNORECASE)
+"""In the words of an error that a collective of PyTorch raised."""
 _MAY_PASS = re.compile(
     r"^([\w.]*\.)?(OSError|BlockingIOError|\w*Connection\w*|\w*Timeout\w*|HTTPError|URLError|\w*Memory\w*|RankLost|"
     r"CommunicationError|SnapshotError)\b"
@@ -43,6 +45,9 @@ _CAUSES = {
 _OTHER_SIZE = "op.preamble.length"
 """In what Gloo says when it is sent more than it has room for."""
 SAME_SHAPES = "the ranks gave one exchange tensors of different shapes or kinds: see the traceback, and compare by rank"
+_BELOW_WORKING_DIRECTORY = (
+    "see the traceback above; a path that does not begin with / is looked for in the folder where the run was started"
+)
 _POLITE = ("SIGINT", "SIGTERM", "SIGHUP")
 _LESS = (
     "use a smaller batch, or micro_batch_size; fewer workers or fewer DataLoader workers on that host; or give it more"
@@ -130,7 +135,11 @@ class Failure:
             return self.stack
         if self.error is None or self.error.get("words"):
             return ""
-        return str(self.error.get("text", ""))
+        text = str(self.error.get("text", ""))
+        if text and _EXCHANGE.search(str(self.error.get("summary", ""))):
+            place = f"rank {self.rank} on host {self.host}"
+            return f"manyhosts: an exchange between the workers failed; what PyTorch said of it in {place}:\n{text}"
+        return text
 
     def reported(self, others_ended: int) -> ManyhostsError:
         """The error that ends the run, or that a restart mends."""
@@ -154,7 +163,8 @@ class Failure:
             summary = str(self.error.get("summary", "an error"))
             if self.memory.get("killed"):
                 rest = f"; the kernel has ended a process there for want of memory{rest}"
-            return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix="see the traceback above")
+            fix = _BELOW_WORKING_DIRECTORY if summary.startswith("FileNotFoundError") else "see the traceback above"
+            return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix=fix)
         if self.signal:
             return self._told_of_signal(who, rest)
         return ScriptError(

@@ -19,7 +19,13 @@ from typing import Any
 
 from manyhosts.control.display import Display
 from manyhosts.control.head.state import HeadState, Node
-from manyhosts.control.tracebacks import is_idle_notice, is_native_frame, may_hold_noise, without_native_frames
+from manyhosts.control.tracebacks import (
+    is_idle_notice,
+    is_native_frame,
+    may_hold_noise,
+    what_gave_up,
+    without_native_frames,
+)
 
 _TICK_S = 1.0
 _NAMED = 3
@@ -321,6 +327,8 @@ class WorkerOutput:
         if self._state.job.show and rank not in self._state.job.show:
             return
         text = "\n".join(lines)
+        if gave_up := what_gave_up(text):
+            self._state.display.warn(f"manyhosts: rank {rank} on host {node.name}: {gave_up}")
         if may_hold_noise(text):
             lines = [line for line in lines if not is_native_frame(line) and not is_idle_notice(line)]
             text = "\n".join(lines)

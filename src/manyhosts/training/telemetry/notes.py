@@ -55,7 +55,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
             "workers; BatchNorm sees one part"
         )
     elif isinstance(parts.batch_norm, GlobalBatch):
-        found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster and another model")
+        found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster, but trains another model")
     elif world.size > 1 and settings.batch_norm == "local":
         found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
     if settings.audit is not None:
@@ -75,7 +75,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
             f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"
         )
     if is_resumed and (reached(loop.limit, loop.after_step.now()) or loop.state.ended):
-        why = loop.state.ended or f"it is {loop.limit} long already"
+        why = loop.state.ended or f"{loop.state.step} steps are done, and {loop.limit} asked for"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
 

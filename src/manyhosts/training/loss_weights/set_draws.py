@@ -85,9 +85,9 @@ class SetDraws(TorchDispatchMode):
     def _made(self, name: str, given: Mapping[str, Any]) -> Any:
         """What stands for the draws of an operator that is given this; None where that is not known."""
         chosen_from = given["self"].shape[-1] if name == "multinomial" else given.get("n", given.get("high"))
-        if name not in _MADE or chosen_from in self.sizes:
+        if name not in MADE or chosen_from in self.sizes:
             return None
-        return _MADE[name](given, self.value)
+        return MADE[name](given, self.value)
 
 
 class NotTried(Exception):
@@ -144,7 +144,7 @@ def _leaky(given: Mapping[str, Any], value: float) -> Tensor:
     return torch.where(x > 0, x, x * (given["lower"] + given["upper"]) / 2)
 
 
-_MADE: dict[str, Callable[[Mapping[str, Any], float], Any]] = {
+MADE: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda given, value: value),
     **dict.fromkeys(("exponential", "log_normal", "cauchy", "geometric"), lambda given, value: value),
     "uniform": lambda given, value: given["from"] + value * (given["to"] - given["from"]),

@@ -39,7 +39,7 @@ FLOAT32_ALONE = Tolerance(gradient=3e-3, loss=3e-4, growth=100, noise=_NOISE)
 """Where a script cannot be run in float64."""
 FLOAT64 = Tolerance(gradient=1e-5, loss=1e-6, growth=20, noise=1e-6, most=1e-3)
 EXACT = replace(FLOAT64, noise=1e-12)
-"""Where nothing was computed in float32 within, which shows in losses that are equal to `PURE`."""
+"""Where nothing was computed in float32 within, which shows in all larger gradients: they are equal to `PURE`."""
 PURE = 1e-11
 
 
@@ -142,7 +142,9 @@ class Comparison:
         self.one, self.other, self.tolerance = one, other, tolerance
         self.allowed = {"gradient": tolerance.gradient, "loss": tolerance.loss, "parameter": tolerance.gradient}
         self.largest = 0.0
-        """The largest relative difference of a loss."""
+        """The largest relative difference of a loss or a gradient."""
+        self.largest_gradient = 0.0
+        """Of the gradients that are no noise."""
         self.noise: set[str] = set()
         """Weights that were not looked at, for their gradient is as small as rounding."""
 
@@ -189,6 +191,7 @@ class Comparison:
             floor = self.tolerance.loss if what == "loss" else self.tolerance.gradient
             self.allowed[what] = max(floor, self.tolerance.growth * apart)
         self.largest = max(self.largest, seen["loss"], seen["gradient"])
+        self.largest_gradient = max(self.largest_gradient, seen["gradient"])
         return found
 
     def _weights(self, ours: Line, theirs: Line, step: int, seen: dict[str, float] | None = None) -> Departure | None:

@@ -248,7 +248,7 @@ def _arbitrated(trials: Trials, promise: str, one: Setup, other: Setup, first: D
     found = comparison.first_departure()
     if found is None and tolerance is FLOAT64:
         found = Comparison(ours.trace, theirs.trace, EXACT).first_departure()
-        if found is not None and comparison.largest > PURE:
+        if found is not None and comparison.largest_gradient > PURE:
             note = f"{found}, which is rounding where float32 is used within, and else a fault that Adam makes large"
             return Verdict(promise=promise, status="not judged", note=note)
     if found is None:

@@ -56,7 +56,7 @@ class Trace:
 
     @property
     def repeats(self) -> bool:
-        """Whether samples are drawn by weights, so that one may come more than once."""
+        """Whether a sample may come more than once: samples are drawn by weights, or in an order of the script's."""
         return any(line.get("repeats") for line in self.begins.values())
 
     @property

@@ -67,7 +67,7 @@ class Recorder(Watcher):
             "begin",
             step=state.step,
             settings=plain_settings(settings),
-            repeats=getattr(getattr(parts.source, "order", None), "weights", None) is not None,
+            repeats=getattr(getattr(parts.source, "order", None), "repeats", False),
             steps_per_epoch=parts.source.steps_per_epoch,
             outside=[list(parameter.shape) for parameter in self._outside()],
             batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()),
@@ -197,6 +197,7 @@ class SeenCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], drew: Tensor) -> None:
         self.collate, self.drew = collate, drew
+        self.__wrapped__ = collate  # it keeps what the script keeps, not what this does
 
     def __call__(self, samples: list[Any]) -> Any:
         """The batch."""

@@ -67,6 +67,8 @@ class SetDraws(TorchDispatchMode):
         # What is left out of an operator that has dropout within (attention, recurrent layers) draws nothing.
         if dropout := named.keys() & {"dropout_p", "dropout"}:
             return func(**{**named, dropout.pop(): 0.0})
+        if named.keys() >= {"noise", "lower", "upper"}:  # RReLU, whose backward pass has the slopes that were drawn
+            return func(**{**named, "lower": (middle := (named["lower"] + named["upper"]) / 2), "upper": middle})
         made = self._made(_name(func).removesuffix("_"), named)
         own, before = named.get("generator"), _generators()
         kept = None if own is None else own.get_state()
@@ -139,11 +141,6 @@ def _likeliest(given: Mapping[str, Any], value: float) -> Tensor:
     return found
 
 
-def _leaky(given: Mapping[str, Any], value: float) -> Tensor:
-    x: Tensor = given["self"]
-    return torch.where(x > 0, x, x * (given["lower"] + given["upper"]) / 2)
-
-
 MADE: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda given, value: value),
     **dict.fromkeys(("exponential", "log_normal", "cauchy", "geometric"), lambda given, value: value),
@@ -160,6 +157,5 @@ MADE: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
     # Distributions whose mean stands for a draw; the first one is behind Beta, too.
     "_sample_dirichlet": lambda given, value: given["self"] / given["self"].sum(-1, keepdim=True),
     **dict.fromkeys(("_standard_gamma", "poisson"), lambda given, value: given["self"]),
-    "rrelu_with_noise": _leaky,
 }
 """By the name of each operator: what stands for its draws, of its arguments and the value that is set."""

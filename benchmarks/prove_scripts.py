@@ -74,7 +74,7 @@ def lines() -> list[dict[str, Any]]:
 
 def keep(line: dict[str, Any]) -> None:
     """Add a line."""
-    print(line["name"], "".join(line["said"].values()), line["false"] or "", flush=True)  # noqa: T201
+    print(line["name"], "".join(line["said"].values()), line["false"] or "", flush=True)
     with RECORD.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

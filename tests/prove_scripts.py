@@ -145,6 +145,12 @@ def step(model, batch):
 
 fit(step=step)
 """),
+    "slopes that are drawn": Script("""
+fit(model=lambda: nn.Sequential(nn.Linear(8, 16), nn.RReLU(), nn.Linear(16, 4)))
+"""),
+    "an order with repeats": Script(
+        'fit(data={"order": lambda epoch: np.random.permutation(np.resize(np.arange(40 + epoch), SAMPLES))})'
+    ),
     "parts": Script("""
 def blocks():
     made = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
@@ -283,6 +289,41 @@ fit(data={"collate": masked})
         "resume",
         "own generator in collate",
         "generator",
+    ),
+    "samples compared by what is drawn for them": Script(
+        """
+def step(model, batch):
+    outputs = model(batch[0])
+    noise = torch.randn(len(outputs), 4)
+    spread = noise.std(0, unbiased=False)
+    return nn.functional.cross_entropy(outputs, batch[1]) + (spread * outputs.mean(0).abs()).sum()
+
+
+fit(step=step, weight="samples")
+""",
+        "workers",
+        "loss is no mean",
+    ),
+    "samples compared, with a gradient that float32 hides": Script(
+        """
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.main, self.side = network(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.main(x), self.side(x)
+
+
+def step(model, batch):
+    outputs, side = model(batch[0])
+    return 1e5 * nn.functional.cross_entropy(outputs, batch[1]) + 1e-2 * side.var(0).sum().sqrt()
+
+
+fit(model=Both, step=step, weight="samples", optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+""",
+        "workers",
+        "unknown",
     ),
     "samples mixed in the model": Script(
         """

@@ -61,6 +61,8 @@ class Order:
     ) -> None:
         """`weights`: by which samples are drawn, with repeats; `own` says those of an epoch; neither: each once."""
         self.weights, self._own = weights, own
+        self.repeats = weights is not None or own is not None
+        """Whether a sample may come more than once in an epoch."""
         self.length = length
         self.batch = batch
         self.seed = seed

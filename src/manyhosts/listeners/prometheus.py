@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from manyhosts.config.metrics_port import WHERE, MetricsPort
@@ -23,10 +24,13 @@ from manyhosts.events import (
     WorkersTimed,
     WorkerTimes,
 )
+from manyhosts.listeners.http_server import HttpServer
 from manyhosts.records.run_record import RunRecord
 
 _RECENT_S = 5.0
 """The speed, and the parts of a step of a worker alone, are those of the last few seconds."""
+_SLOWEST_S = 10.0
+"""So long Prometheus may take for a part of what it asks, or of what it is answered."""
 _PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall")
 
 
@@ -137,13 +141,15 @@ class ServeMetrics:
         registry.register(self._figures)
         _close_those_at(place)
         try:
-            self._server, self._thread = library.start_http_server(place.port, addr=place.address, registry=registry)
+            self._server = HttpServer(place.address, place.port, _handler(library, registry))
         except OSError as cause:
             raise ConfigError(
                 f"host {socket.gethostname()} cannot listen at {place.address}:{place.port} ({cause.strerror})",
                 where=WHERE,
                 fix="give a port that is free, and an address of that host",
             ) from cause
+        self._thread = threading.Thread(target=self._server.serve_forever, name="serves metrics", daemon=True)
+        self._thread.start()
         _serving[place] = self
 
     def __call__(self, event: Event) -> None:
@@ -155,6 +161,15 @@ class ServeMetrics:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _handler(library: Any, registry: Any) -> type[BaseHTTPRequestHandler]:
+    """A class, for that is what the standard library asks for."""
+
+    class Handler(library.MetricsHandler):  # type: ignore[misc]
+        timeout = _SLOWEST_S
+
+    return Handler.factory(registry)  # type: ignore[no-any-return]
 
 
 _serving: dict[MetricsPort, ServeMetrics] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhosts.prove.trace import Line, Trace
@@ -30,12 +30,17 @@ class Tolerance:
     """A step may depart by so many times what the one before did."""
     noise: float = 0.0
     """Weights whose gradient has less than this share of the whole gradient's norm are not looked at."""
+    most: float = math.inf
+    """Beyond this, rounding that has grown is not to be told from a fault that has."""
 
 
-FLOAT32 = Tolerance(gradient=1e-4, loss=2e-5, growth=20, noise=_NOISE)
+FLOAT32 = Tolerance(gradient=1e-4, loss=2e-5, growth=20, noise=_NOISE, most=1e-3)
 FLOAT32_ALONE = Tolerance(gradient=3e-3, loss=3e-4, growth=100, noise=_NOISE)
 """Where a script cannot be run in float64."""
-FLOAT64 = Tolerance(gradient=1e-5, loss=1e-6, growth=20, noise=1e-6)
+FLOAT64 = Tolerance(gradient=1e-5, loss=1e-6, growth=20, noise=1e-6, most=1e-3)
+EXACT = replace(FLOAT64, noise=1e-12)
+"""Where nothing was computed in float32 within, which shows in all larger gradients: they are equal to `PURE`."""
+PURE = 1e-11
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,16 @@ class Comparison:
         self.one, self.other, self.tolerance = one, other, tolerance
         self.allowed = {"gradient": tolerance.gradient, "loss": tolerance.loss, "parameter": tolerance.gradient}
         self.largest = 0.0
-        """The largest relative difference of a loss."""
+        """The largest relative difference of a loss or a gradient."""
+        self.largest_gradient = 0.0
+        """Of the gradients that are no noise."""
         self.noise: set[str] = set()
+        """Weights that were not looked at, for their gradient is as small as rounding."""
+
+    @property
+    def grew(self) -> bool:
+        """Whether they have departed by more than rounding does in a few steps, a little more in each."""
+        return self.largest > self.tolerance.most
 
     def first_departure(self) -> Departure | None:
         """Where the two depart; None where they do not."""
@@ -178,6 +191,7 @@ class Comparison:
             floor = self.tolerance.loss if what == "loss" else self.tolerance.gradient
             self.allowed[what] = max(floor, self.tolerance.growth * apart)
         self.largest = max(self.largest, seen["loss"], seen["gradient"])
+        self.largest_gradient = max(self.largest_gradient, seen["gradient"])
         return found
 
     def _weights(self, ours: Line, theirs: Line, step: int, seen: dict[str, float] | None = None) -> Departure | None:
@@ -202,6 +216,16 @@ class Comparison:
                 if not apart <= self.allowed["parameter"] * 3:
                     return Departure(step, what, name, apart)
         return None
+
+
+def small(trace: Trace) -> bool:
+    """Whether a weight's gradient in float64 is too small to be seen in float32, and no rounding for all that."""
+    for step in trace.steps:
+        gradients = trace.of(step)["gradients"]
+        whole = _norm(gradients)
+        if any(EXACT.noise * whole < facts[1] <= FLOAT32.noise * whole for facts in gradients.values()):
+            return True
+    return False
 
 
 def distance(one: Sequence[Any], other: Sequence[Any], floor: float = 0.0) -> float:

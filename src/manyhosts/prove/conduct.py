@@ -26,6 +26,8 @@ class TrialConfig:
     """Leave dropout out."""
     set_draws: bool = False
     """What a forward pass draws is one value for all samples, so that it does not depend on how a batch is cut."""
+    draw_rows: bool = False
+    """With `set_draws`: each sample has numbers of its own, whichever others are in its piece."""
     freeze_batch_norm: bool = False
     """BatchNorm uses its running statistics in training, too."""
     seeds_alike: bool = False

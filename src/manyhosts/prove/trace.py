@@ -45,13 +45,18 @@ class Trace:
         return next((line.get("settings", {}) for line in self.begins.values()), {})
 
     @property
+    def untried(self) -> str:
+        """Why a trial of this kind of training shows nothing; empty where it does."""
+        return next((line["untried"] for line in self.begins.values() if "untried" in line), "")
+
+    @property
     def is_plain(self) -> bool:
         """Whether the script has no mh.Trainer."""
         return any(line.get("plain") for line in self.begins.values())
 
     @property
     def repeats(self) -> bool:
-        """Whether samples are drawn by weights, so that one may come more than once."""
+        """Whether a sample may come more than once: samples are drawn by weights, or in an order of the script's."""
         return any(line.get("repeats") for line in self.begins.values())
 
     @property
@@ -68,6 +73,11 @@ class Trace:
     def ends(self) -> set[str]:
         """Where the generators of NumPy and Python stood after a forward pass, where these were set."""
         return {each for lines in self.steps.values() for line in lines.values() for each in line.get("ends", ())}
+
+    @property
+    def drawn(self) -> set[str]:
+        """The shapes that each forward pass drew, where each sample had numbers of its own."""
+        return {each for lines in self.steps.values() for line in lines.values() for each in line.get("drawn", ())}
 
     @property
     def has_batch_norm(self) -> bool:

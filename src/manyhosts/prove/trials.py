@@ -52,6 +52,7 @@ class Setup:
     double: bool = False
     no_dropout: bool = False
     set_draws: bool = False
+    draw_rows: bool = False
     freeze_batch_norm: bool = False
     experiments: bool = False
     seeds_alike: bool = False
@@ -71,7 +72,7 @@ class Setup:
         words += ["once more"] if self.again else []
         words += ["in float64"] if self.double else []
         words += ["without dropout"] if self.no_dropout else []
-        words += ["random numbers set"] if self.set_draws else []
+        words += ["random numbers set" + " for each sample" * self.draw_rows] if self.set_draws else []
         words += ["BatchNorm frozen"] if self.freeze_batch_norm else []
         words += ["experiments"] if self.experiments else []
         words += ["equal seeds"] if self.seeds_alike else []
@@ -147,6 +148,7 @@ class Trials:
             double=setup.double,
             no_dropout=setup.no_dropout,
             set_draws=setup.set_draws,
+            draw_rows=setup.draw_rows,
             freeze_batch_norm=setup.freeze_batch_norm,
             experiments=setup.experiments,
             seeds_alike=setup.seeds_alike,

@@ -10,17 +10,17 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.listeners.figures import rate
+from manyhosts.listeners.http_server import HttpServer
 from manyhosts.report.page import Section, page, pairs, paragraphs, table
 from manyhosts.report.run_page import under
 from manyhosts.report.run_sections import (
@@ -68,7 +68,7 @@ class Server:
         """
         self.token = secrets.token_urlsafe(32)
         try:
-            self._http = _Http((_ADDRESS, port), _handler(self.token, _Fresh(content)))
+            self._http = HttpServer(_ADDRESS, port, _handler(self.token, _Fresh(content)))
         except (OSError, OverflowError) as cause:
             raise ConfigError(
                 f"cannot serve a page at port {port}: {getattr(cause, 'strerror', None) or cause}",
@@ -90,18 +90,6 @@ class Server:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
-
-
-class _Http(ThreadingHTTPServer):
-    """One thread for each connection."""
-
-    daemon_threads = True
-    request_queue_size = 128  # one more that is not accepted yet is called again by its system after a second
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that was closed while it was answered is no news; the terminal shows the run."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
 
 
 class _Fresh:

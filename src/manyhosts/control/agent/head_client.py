@@ -85,7 +85,8 @@ class HeadClient:
             except ssl.SSLError as cause:
                 raise self.trouble("it does not speak TLS as a head does") from cause
             except TimeoutError as cause:
-                raise self.trouble(f"it has said nothing for {ANSWER_S:.0f} s") from cause
+                said = "no more than a part of an answer" if self._came else "nothing"
+                raise self.trouble(f"it has said {said} for {ANSWER_S:.0f} s") from cause
             except OSError as cause:
                 raise self.trouble(cause.strerror or str(cause)) from cause
 

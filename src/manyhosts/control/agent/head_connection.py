@@ -94,6 +94,7 @@ class HeadConnection:
         self._hung_up = 0.0
         """Since when calls are taken and ended, as by a tunnel whose other end is gone; 0 where they are not."""
         self._pause_s = _PAUSE_S
+        self._met_a_stranger = False
         self._channel = self._open(connection)
 
     @property
@@ -162,9 +163,11 @@ class HeadConnection:
         answer = _answer(found)
         proof = caller.proof_for(content_of(answer), channel.fingerprint) if isinstance(answer, Prove) else ""
         if not proof:
-            self._show(
-                f"manyhosts: what answers at {self._head} does not know the secret of this run; nothing was sent\n"
-            )
+            if not self._met_a_stranger:  # it is called again and again
+                self._met_a_stranger = True
+                self._show(
+                    f"manyhosts: what answers at {self._head} does not know the secret of this run; nothing was sent\n"
+                )
             self._hang_up_unproven(channel)
             return
         channel.longest_line = Channel.LONGEST_LINE

@@ -51,8 +51,10 @@ class Recorder(Watcher):
             ConfigError: the model is cut into stages.
         """
         if any(each.is_meta for each in parts.trained.parameters()):
+            why = "prove compares every tensor on every worker, and a stage of a pipeline has its own alone"
+            self.writer.add("begin", step=state.step, settings=plain_settings(settings), untried=why)
             raise ConfigError(
-                "prove compares every tensor on every worker, and a stage of a pipeline has its own alone",
+                why,
                 where=f"strategy={settings.strategy.name!r}",
                 fix="try the script with --set strategy=ddp: a pipeline is to give the same bits",
             )
@@ -65,7 +67,7 @@ class Recorder(Watcher):
             "begin",
             step=state.step,
             settings=plain_settings(settings),
-            repeats=getattr(getattr(parts.source, "order", None), "weights", None) is not None,
+            repeats=getattr(getattr(parts.source, "order", None), "repeats", False),
             steps_per_epoch=parts.source.steps_per_epoch,
             outside=[list(parameter.shape) for parameter in self._outside()],
             batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()),
@@ -96,7 +98,8 @@ class Recorder(Watcher):
         }
         changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
         self.calm.freeze(self.parts.trained)
-        self.calm.sizes, self.calm.left, self.calm.ends = {len(piece.plan.indices) for piece in pieces}, "", set()
+        self.calm.samples = [[int(index) for index in piece.plan.indices] for piece in pieces] or [[]]
+        self.calm.passes, self.calm.left, self.calm.ends, self.calm.drawn = 0, "", set(), set()
         self.drew = False
         if self.experiments is not None:
             self.writer.add("experiments", **self.experiments.run())
@@ -113,6 +116,7 @@ class Recorder(Watcher):
             "drew": self.drew or bool(self.collate_drew),
             "left": self.calm.left or ("by collate" if self.collate_drew else ""),
             "ends": sorted(self.calm.ends),
+            "drawn": sorted(self.calm.drawn),
         }
 
     def steps(self, step: int) -> None:
@@ -193,6 +197,7 @@ class SeenCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], drew: Tensor) -> None:
         self.collate, self.drew = collate, drew
+        self.__wrapped__ = collate  # it keeps what the script keeps, not what this does
 
     def __call__(self, samples: list[Any]) -> Any:
         """The batch."""

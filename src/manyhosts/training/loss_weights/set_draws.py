@@ -72,9 +72,11 @@ class SetDraws(TorchDispatchMode):
         # What is left out of an operator that has dropout within (attention, recurrent layers) draws nothing.
         if dropout := named.keys() & {"dropout_p", "dropout"}:
             return func(**{**named, dropout.pop(): 0.0})
+        if named.keys() >= {"noise", "lower", "upper"}:  # RReLU, whose backward pass has the slopes that were drawn
+            return func(**{**named, "lower": (middle := (named["lower"] + named["upper"]) / 2), "upper": middle})
         name = _name(func).removesuffix("_")
         chosen_from = named["self"].shape[-1] if name == "multinomial" else named.get("n", named.get("high"))
-        made = _MADE[name](named, self.value) if name in _MADE and chosen_from not in self.sizes else None
+        made = MADE[name](named, self.value) if name in MADE and chosen_from not in self.sizes else None
         own, before = named.get("generator"), _generators()
         kept = None if own is None else own.get_state()
         found = func(*args, **given)
@@ -116,7 +118,7 @@ def _name(func: Any) -> str:
     return str(func._schema.name).removeprefix("aten::")
 
 
-_MADE: dict[str, Callable[[Mapping[str, Any], float], Any]] = {
+MADE: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda given, value: value),
     **dict.fromkeys(("exponential", "log_normal", "cauchy", "geometric"), lambda given, value: value),
     "uniform": lambda given, value: given["from"] + value * (given["to"] - given["from"]),
@@ -133,6 +135,5 @@ _MADE: dict[str, Callable[[Mapping[str, Any], float], Any]] = {
     # Distributions whose mean stands for a draw; the first one is behind Beta, too.
     "_sample_dirichlet": lambda given, value: given["self"] / given["self"].sum(-1, keepdim=True),
     **dict.fromkeys(("_standard_gamma", "poisson"), lambda given, value: given["self"]),
-    "rrelu_with_noise": lambda given, _: leaky_relu(given["self"], (given["lower"] + given["upper"]) / 2),
 }
 """By the name of each operator: what stands for its draws, of its arguments and the value that is set."""

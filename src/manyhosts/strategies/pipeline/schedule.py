@@ -86,7 +86,7 @@ class _Worker:
         """Begin a pass, if one can."""
         for kind in (FORWARD, BACKWARD, WEIGHTS) if self.free <= now else ():
             queue = self.waiting.get(kind)
-            if queue and self._may(kind) and all(done.get(each, now + 1) <= now for each in _needs(queue[0], last)):
+            if queue and self._may(kind) and all(done.get(each, now + 1) <= now for each in needs(queue[0], last)):
                 self.begun.append(queue.popleft())
                 self.free = now + (2 if kind == BACKWARD and self.schedule != ZERO_BUBBLE else 1)
                 done[self.begun[-1]] = self.free
@@ -109,7 +109,7 @@ class _Worker:
         )
 
 
-def _needs(one: Pass, last: int) -> list[Pass]:
+def needs(one: Pass, last: int) -> list[Pass]:
     """What must be through before `one` can begin. `last`: the number of the last stage."""
     kind, stage, number = one
     if kind == FORWARD:

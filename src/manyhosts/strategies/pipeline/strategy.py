@@ -62,11 +62,11 @@ class Pipelined(ComputedTogether):
         self.loss = nn.Module()
         """The loss, where it has tensors of its own: all keep them, and the last stage finds their gradients."""
         self.computed_s = 0.0
-        """Seconds in which micro-batches went through, waits among them."""
+        """Seconds of steps until all stages were through, waits among them; the first step warms up and is left out."""
         self.waited_s = 0.0
         """Those of them that it waited for other stages."""
         self.theory: list[float] = []
-        """The bubble of each step, in theory."""
+        """The bubble of each step, in theory, beginning with the first."""
         self.draws: bool | None = None
         """Whether the optimizer draws random numbers; None as long as nobody has seen it step."""
 
@@ -231,13 +231,16 @@ class Pipelined(ComputedTogether):
                 losses[number] = scale(loss)
                 del loss  # or this graph, and what it keeps, would stay until the next one
         self._share_loss()
+        through, before = time.perf_counter(), self._waited_s()
         for stage in self.own:
             stage.channel.finish()
         self.sum_copies()
-        self.computed_s += time.perf_counter() - begin
-        self.waited_s += self._waited_s() - waited
-        self.theory.append(order.bubble)
         self.world.wait(tally.start_sum())
+        end = time.perf_counter()
+        if self.theory:
+            self.computed_s += end - begin
+            self.waited_s += before - waited + end - through  # those that are through wait for the last one
+        self.theory.append(order.bubble)
         return tally.outcome()
 
     def _waited_s(self) -> float:
@@ -322,11 +325,12 @@ class Pipelined(ComputedTogether):
         own = torch.tensor([self.waited_s / self.computed_s, is_whole], dtype=torch.float64)
         shares, wholes = self.mesh.along("pipe").stack(own).T.tolist()
         whole = ", ".join(str(stage) for stage, each in enumerate(wholes) if each)
-        expected = sum(self.theory) / len(self.theory)
-        waited = ", ".join(f"{100 * share:.0f} %" for share in shares)
+        counted = self.theory[1:]
+        expected = sum(counted) / len(counted)
+        waited = ", ".join(f"{100 * share:.1f} %" for share in shares)
         return (
             f"pipeline: the stages waited {waited} of the time of their passes; where all take equally long and "
-            f"messages no time it would be {100 * expected:.0f} %, and less with smaller micro-batches"
+            f"messages no time it would be {100 * expected:.1f} %, and less with smaller micro-batches"
             + f"; stages {whole} computed backward passes whole, for in halves their bits differ"
             * bool(whole)
         )

@@ -21,7 +21,8 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
-from manyhosts.config.pipelined import BY_LAYERS, MEASURED, ZERO_BUBBLE, Pipeline
+from manyhosts.config.pipelined import BY_LAYERS, BY_MEMORY, MEASURED, ZERO_BUBBLE, Pipeline
+from manyhosts.config.stage_order import BACKWARD, WEIGHTS, best_cuts, even_cuts, loads, order_of
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_memory
@@ -32,7 +33,6 @@ from manyhosts.strategies.pipeline.holding import Stages
 from manyhosts.strategies.pipeline.look import Seen, look, prove
 from manyhosts.strategies.pipeline.messages import OUTPUTS, Channel, Inbox
 from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, tied_of, uses_by_blocks
-from manyhosts.strategies.pipeline.schedule import BACKWARD, WEIGHTS, best_cuts, even_cuts, loads, order_of
 from manyhosts.strategies.pipeline.stage import Stage, evaluate
 from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
@@ -183,6 +183,10 @@ class Pipelined(ComputedTogether):
                     fix=f"name {stages - 1}, or set stages={len(named) + 1}",
                 )
             return [0, *places, count]
+        if self.config.cuts == BY_MEMORY:
+            return best_cuts(
+                [float(sum(each.nbytes for each in block.parameters())) for _, block in chain.blocks], stages
+            )
         return best_cuts(seconds, stages) if seconds else even_cuts(count, stages)
 
     def _say(self, chain: Chain, cuts: Sequence[int], seconds: list[float]) -> None:
@@ -195,8 +199,8 @@ class Pipelined(ComputedTogether):
             words += f" (cut by measured time: {', '.join(took)} ms for each micro-batch)"
         elif self.config.cuts == MEASURED and self.sample is None:
             words += " (cut by layers, for nothing could be measured before training begins)"
-        elif self.config.cuts == BY_LAYERS:
-            words += " (cut by layers)"
+        elif self.config.cuts in (BY_LAYERS, BY_MEMORY):
+            words += f" (cut by {self.config.cuts})"
         self.world.notes.append(words)
         self.note_copies()
 

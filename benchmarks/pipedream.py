@@ -101,12 +101,12 @@ def trained(asked: dict[str, Any]) -> dict[str, Any]:
         found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
         assert len(found) == asked["workers"], done.stdout + done.stderr
         found.sort(key=lambda each: each["rank"])
-        waited = re.search(r"the stages waited ([\d %,]+) of", (run_dir / "metrics.jsonl").read_text())
+        waited = re.search(r"the stages waited ([\d %,.]+) of", (run_dir / "metrics.jsonl").read_text())
     return {
         "rate": found[0]["rate"],
         "losses": found[0]["losses"],
         "peak_mb": [each["peak_mb"] for each in found],
-        "waited": [int(each) / 100 for each in re.findall(r"\d+", waited.group(1))] if waited else [],
+        "waited": [float(each) / 100 for each in re.findall(r"[\d.]+", waited.group(1))] if waited else [],
     }
 
 

@@ -7,7 +7,16 @@ from itertools import accumulate, chain, combinations, pairwise, product
 
 import pytest
 
-from manyhosts.strategies.pipeline.schedule import Order, Pass, best_cuts, even_cuts, loads, order_of
+from manyhosts.config.stage_order import (
+    Order,
+    Pass,
+    best_cuts,
+    even_cuts,
+    loads,
+    order_of,
+    seconds_of,
+    stage_costs,
+)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,3 +100,18 @@ def test_the_bubble_is_that_of_the_papers(workers: int, micro_batches: int) -> N
 
 def test_with_one_micro_batch_stages_work_one_after_another() -> None:
     assert order_of("1f1b", workers=4, virtual_stages=1, micro_batches=1).bubble == 0.75
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_seconds_of_a_step_follow_from_its_passes(schedule: str) -> None:
+    """Equal stages wait as the bubble says, also where the first one makes its backward passes in one."""
+    for workers, micro_batches in product((2, 3, 4), (4, 8)):
+        each_has = SCHEDULES[schedule]
+        order = order_of(schedule, workers=workers, virtual_stages=each_has, micro_batches=micro_batches)
+        stages = workers * each_has
+        seconds = seconds_of(order, stage_costs(order, [1.0] * stages, [2.0] * stages))
+        assert 1 - 3 * each_has * micro_batches / seconds == pytest.approx(order.bubble)
+    order = order_of("1f1b", workers=2, virtual_stages=1, micro_batches=4)
+    assert seconds_of(order, stage_costs(order, [1.0, 8.0], [2.0, 16.0])) == 3 + 4 * 24  # the slow one never waits
+    # Two messages are waited for: to the slow stage, and back behind its last pass.
+    assert seconds_of(order, stage_costs(order, [1.0, 8.0], [2.0, 16.0]), message=0.5) == 3 + 4 * 24 + 2 * 0.5

@@ -11,7 +11,7 @@ from manyhosts.config.mesh import OF_MESH
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
-MEASURED, BY_LAYERS = "measured", "layers"
+MEASURED, BY_LAYERS, BY_MEMORY = "measured", "layers", "memory"
 """How the cuts are found where the user has not named them."""
 GPIPE, INTERLEAVED, ZERO_BUBBLE = "gpipe", "interleaved", "zero-bubble"
 """Orders in which a worker computes the passes of a step, besides `1f1b`."""
@@ -29,7 +29,8 @@ class Pipeline:
     there are copies of the model: they read different samples, and sum its gradients."""
     cuts: str | Sequence[str] = MEASURED
     """Where the model is cut. `measured`: rank 0 times each block, and the slowest stage is as fast as it can be;
-    `layers`: equally many blocks for each worker; or the names of the blocks with which the second stage and those
+    `layers`: equally many blocks for each worker; `memory`: the parameters of the stage that has most of them are as
+    few as they can be; or the names of the blocks with which the second stage and those
     behind it begin, such as `["blocks.4", "blocks.8"]` (with commas between them in `--set`)."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """In which order a worker computes the micro-batches of a step; bits do not depend on it. `gpipe`: all forward
@@ -78,7 +79,7 @@ class Pipeline:
     @property
     def named(self) -> tuple[str, ...]:
         """The blocks with which stages behind the first begin, where they are named."""
-        if self.cuts in (MEASURED, BY_LAYERS):
+        if self.cuts in (MEASURED, BY_LAYERS, BY_MEMORY):
             return ()
         words = self.cuts.split(",") if isinstance(self.cuts, str) else self.cuts
         return tuple(word.strip() for word in words if word.strip())

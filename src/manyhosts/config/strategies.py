@@ -14,7 +14,7 @@ from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.config.mesh import OF_MESH, Mesh, axis_of
 from manyhosts.config.pipedream import PipeDream
-from manyhosts.config.pipelined import Pipeline
+from manyhosts.config.pipelined import BY_MEMORY, Pipeline
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
@@ -95,8 +95,13 @@ BY_NAME: dict[str, type[Strategy]] = {
 }
 
 
-_COMBINED: dict[str, Strategy] = {"ddp+tensor": Tensor(size=OF_MESH), "ddp+pipeline": Pipeline(stages=OF_MESH)}
-"""Copies of a model that several workers compute together; the mesh says how many do."""
+_COMBINED: dict[str, Strategy] = {
+    "ddp+tensor": Tensor(size=OF_MESH),
+    "ddp+pipeline": Pipeline(stages=OF_MESH),
+    "model": Pipeline(cuts=BY_MEMORY),
+}
+"""Names with settings of their own. Copies of a model that several workers compute together, where the mesh says how
+many do; and a model whose layers lie on several workers, so that each holds as little as can be."""
 _BY_AXIS = {"shard": "fsdp", "tensor": "ddp+tensor", "pipeline": "ddp+pipeline", "replicate": "ddp"}
 """The strategy that puts workers along each axis of a mesh."""
 

@@ -204,7 +204,8 @@ class Channel:
 
     def finish(self, *, but: int = 0) -> None:
         """Wait until all that was sent has come, but for the last messages of so many."""
-        done = max(0, len(self._under_way) - 2 * but)
+        done, begin = max(0, len(self._under_way) - 2 * but), time.perf_counter()
         for work, _ in self._under_way[:done]:
             work.wait()
         del self._under_way[:done]
+        self.waited_s += time.perf_counter() - begin

@@ -21,7 +21,8 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
-from manyhosts.config.pipelined import BY_LAYERS, MEASURED, ZERO_BUBBLE, Pipeline
+from manyhosts.config.pipelined import BY_LAYERS, BY_MEMORY, MEASURED, ZERO_BUBBLE, Pipeline
+from manyhosts.config.stage_order import BACKWARD, WEIGHTS, best_cuts, even_cuts, loads, order_of
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_memory
@@ -32,7 +33,6 @@ from manyhosts.strategies.pipeline.holding import Stages
 from manyhosts.strategies.pipeline.look import Seen, look, prove
 from manyhosts.strategies.pipeline.messages import OUTPUTS, Channel, Inbox
 from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, tied_of, uses_by_blocks
-from manyhosts.strategies.pipeline.schedule import BACKWARD, WEIGHTS, best_cuts, even_cuts, loads, order_of
 from manyhosts.strategies.pipeline.stage import Stage, evaluate
 from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
@@ -62,11 +62,11 @@ class Pipelined(ComputedTogether):
         self.loss = nn.Module()
         """The loss, where it has tensors of its own: all keep them, and the last stage finds their gradients."""
         self.computed_s = 0.0
-        """Seconds in which micro-batches went through, waits among them."""
+        """Seconds of steps until all stages were through, waits among them; the first step warms up and is left out."""
         self.waited_s = 0.0
         """Those of them that it waited for other stages."""
         self.theory: list[float] = []
-        """The bubble of each step, in theory."""
+        """The bubble of each step, in theory, beginning with the first."""
         self.draws: bool | None = None
         """Whether the optimizer draws random numbers; None as long as nobody has seen it step."""
 
@@ -183,6 +183,10 @@ class Pipelined(ComputedTogether):
                     fix=f"name {stages - 1}, or set stages={len(named) + 1}",
                 )
             return [0, *places, count]
+        if self.config.cuts == BY_MEMORY:
+            return best_cuts(
+                [float(sum(each.nbytes for each in block.parameters())) for _, block in chain.blocks], stages
+            )
         return best_cuts(seconds, stages) if seconds else even_cuts(count, stages)
 
     def _say(self, chain: Chain, cuts: Sequence[int], seconds: list[float]) -> None:
@@ -195,8 +199,8 @@ class Pipelined(ComputedTogether):
             words += f" (cut by measured time: {', '.join(took)} ms for each micro-batch)"
         elif self.config.cuts == MEASURED and self.sample is None:
             words += " (cut by layers, for nothing could be measured before training begins)"
-        elif self.config.cuts == BY_LAYERS:
-            words += " (cut by layers)"
+        elif self.config.cuts in (BY_LAYERS, BY_MEMORY):
+            words += f" (cut by {self.config.cuts})"
         self.world.notes.append(words)
         self.note_copies()
 
@@ -231,13 +235,16 @@ class Pipelined(ComputedTogether):
                 losses[number] = scale(loss)
                 del loss  # or this graph, and what it keeps, would stay until the next one
         self._share_loss()
+        through, before = time.perf_counter(), self._waited_s()
         for stage in self.own:
             stage.channel.finish()
         self.sum_copies()
-        self.computed_s += time.perf_counter() - begin
-        self.waited_s += self._waited_s() - waited
-        self.theory.append(order.bubble)
         self.world.wait(tally.start_sum())
+        end = time.perf_counter()
+        if self.theory:
+            self.computed_s += end - begin
+            self.waited_s += before - waited + end - through  # those that are through wait for the last one
+        self.theory.append(order.bubble)
         return tally.outcome()
 
     def _waited_s(self) -> float:
@@ -322,11 +329,12 @@ class Pipelined(ComputedTogether):
         own = torch.tensor([self.waited_s / self.computed_s, is_whole], dtype=torch.float64)
         shares, wholes = self.mesh.along("pipe").stack(own).T.tolist()
         whole = ", ".join(str(stage) for stage, each in enumerate(wholes) if each)
-        expected = sum(self.theory) / len(self.theory)
-        waited = ", ".join(f"{100 * share:.0f} %" for share in shares)
+        counted = self.theory[1:]
+        expected = sum(counted) / len(counted)
+        waited = ", ".join(f"{100 * share:.1f} %" for share in shares)
         return (
             f"pipeline: the stages waited {waited} of the time of their passes; where all take equally long and "
-            f"messages no time it would be {100 * expected:.0f} %, and less with smaller micro-batches"
+            f"messages no time it would be {100 * expected:.1f} %, and less with smaller micro-batches"
             + f"; stages {whole} computed backward passes whole, for in halves their bits differ"
             * bool(whole)
         )

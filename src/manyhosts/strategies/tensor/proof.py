@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ _RELATIVE = 1e-5
 """How far apart two sums in another order may be."""
 _RELATIVE_16 = 3e-2
 """The same, of numbers of 16 bits."""
+_SAMPLES = 4
+"""A trial holds what they need, in numbers of 64 bits, next to a copy of the model."""
 
 
 @dataclass(slots=True)
@@ -42,8 +45,10 @@ class Passes:
 def passes(model: nn.Module, inputs: Any) -> Passes:
     """Those of `model`, a copy that may be changed."""
     inputs = copy.deepcopy(inputs)
-    for each in model.parameters():
-        each.requires_grad_(each.is_floating_point())
+    gradients: dict[str, Tensor] = {}
+    for name, each in model.named_parameters():
+        if each.requires_grad_(each.is_floating_point()).requires_grad:
+            each.register_post_accumulate_grad_hook(partial(_take, gradients, name))
     with torch.enable_grad():
         randomness.seed_compute(0, randomness.COMPUTE)
         outputs = list(_differentiable(model.train()(inputs)))
@@ -52,8 +57,15 @@ def passes(model: nn.Module, inputs: Any) -> Passes:
         torch.stack(probe).sum().backward()
     with torch.no_grad():
         evaluated = list(_floating(model.eval()(inputs)))
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return Passes([each.detach() for each in outputs], gradients, evaluated)
+
+
+def _take(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    """Keep the gradient of `parameter`, which is computed, in at most 32 bits: a model of 64 has none beside it."""
+    found = parameter.grad
+    assert found is not None, "it was just accumulated"
+    gradients[name] = found.float() if found.dtype == torch.float64 else found
+    parameter.grad = None
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
@@ -62,6 +74,14 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 def _differentiable(value: Any) -> Iterator[Tensor]:
     return (each for each in _floating(value) if each.requires_grad)
+
+
+def few(inputs: Any) -> Any:
+    """Some samples of `inputs`, where each of its tensors has them in its first dim; all of it where not."""
+    found = [*tensors_in(inputs)]
+    if len({each.shape[:1] for each in found}) != 1:
+        return inputs
+    return tree_map_only(Tensor, lambda each: each[:_SAMPLES], inputs)
 
 
 def copied(model: nn.Module, *, is_double: bool = False) -> nn.Module:
@@ -79,12 +99,16 @@ def whole_passes(model: nn.Module, inputs: Any) -> tuple[Passes, Any, bool]:
         return passes(copied(model), inputs), inputs, False
 
 
-def tried(trial: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh, inputs: Any, wanted: Passes) -> str:
+def tried(
+    trial: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh, inputs: Any, wanted: Passes, *, is_double: bool
+) -> str:
     """What is wrong with `plan` for `trial`, a copy; empty where it gives what the whole model does, or all but this
     worker has found that."""
     exchange.is_trial = True
     try:
         cut(trial, plan, exchange, mesh)
+        if is_double:
+            trial.double()
         found = passes(trial, inputs)
         exchange.check()
     except OtherFailed:
@@ -94,6 +118,8 @@ def tried(trial: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh, in
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         exchange.is_trial = False
+        for module in trial.modules():
+            module.__dict__.pop("forward", None)  # it leads back to the module, so that memory would stay
     return _difference(wanted, found, exchange)
 
 

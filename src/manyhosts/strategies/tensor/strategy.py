@@ -29,7 +29,7 @@ from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut
 from manyhosts.strategies.tensor.look import look
 from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
-from manyhosts.strategies.tensor.proof import Passes, copied, tried, whole_passes
+from manyhosts.strategies.tensor.proof import copied, few, tried, whole_passes
 from manyhosts.strategies.traits import TRAITS
 
 _HEADS = (
@@ -94,7 +94,10 @@ class TensorParallel(ComputedTogether):
     def _proved(self, model: nn.Module, inputs: Any) -> Plan:
         """The plan by which the model is cut; each step of it was tried."""
         self.device_mesh = self.mesh.device_mesh("tensor")
-        plan, groups = look(copied(model), inputs, self.size)
+        try:
+            plan, groups = look(copied(model), given := few(inputs), self.size)
+        except Exception:  # a model may count on the batch's size, and raise whatever it likes
+            plan, groups = look(copied(model), given := inputs, self.size)
         ways = self.config.ways
         if ways:
             plan = users_plan(model, ways, self.size)
@@ -107,10 +110,12 @@ class TensorParallel(ComputedTogether):
                 "each worker, whose weight nothing else uses",
                 fix="choose another strategy",
             )
-        wanted, inputs, is_double = whole_passes(model, inputs)
+        wanted, inputs, is_double = whole_passes(model, given)
 
         def wrong_with(candidate: Plan) -> str:
-            return self._tried(copied(model, is_double=is_double), candidate, inputs, wanted)
+            """On any worker; empty where nothing is. All workers call this."""
+            own = tried(copied(model), candidate, self.exchange, self.device_mesh, inputs, wanted, is_double=is_double)
+            return next(filter(None, gather_plain(self.world, own)), "")
 
         if ways:
             return self._users(plan, groups, model, wrong_with)
@@ -152,11 +157,6 @@ class TensorParallel(ComputedTogether):
             fix="a layer cut as 'column' gives parts, which one cut as 'row' takes, with nothing between that mixes "
             "them: set others to 'gathered'; or leave plan out",
         )
-
-    def _tried(self, trial: nn.Module, plan: Plan, inputs: Any, wanted: Passes) -> str:
-        """What is wrong with `plan`, on any worker; empty where nothing is. All workers call this."""
-        own = tried(trial, plan, self.exchange, self.device_mesh, inputs, wanted)
-        return next(filter(None, gather_plain(self.world, own)), "")
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]

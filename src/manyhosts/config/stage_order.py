@@ -1,4 +1,4 @@
-"""In which order a worker computes the passes of a step, and how long it must wait in theory.
+"""Where a pipeline is cut, in which order a worker computes the passes of a step, and how long it waits in theory.
 
 An order is found by playing a step through, with passes that take equally long and messages that take no time: each
 worker begins the first pass in its list of choices that can begin. So it never waits for what cannot come, with any
@@ -9,6 +9,7 @@ backward pass and its limits of memory (ZB-H1), Qi et al. 2023, arXiv:2401.10241
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -86,7 +87,7 @@ class _Worker:
         """Begin a pass, if one can."""
         for kind in (FORWARD, BACKWARD, WEIGHTS) if self.free <= now else ():
             queue = self.waiting.get(kind)
-            if queue and self._may(kind) and all(done.get(each, now + 1) <= now for each in _needs(queue[0], last)):
+            if queue and self._may(kind) and all(done.get(each, now + 1) <= now for each in needs(queue[0], last)):
                 self.begun.append(queue.popleft())
                 self.free = now + (2 if kind == BACKWARD and self.schedule != ZERO_BUBBLE else 1)
                 done[self.begun[-1]] = self.free
@@ -109,7 +110,7 @@ class _Worker:
         )
 
 
-def _needs(one: Pass, last: int) -> list[Pass]:
+def needs(one: Pass, last: int) -> list[Pass]:
     """What must be through before `one` can begin. `last`: the number of the last stage."""
     kind, stage, number = one
     if kind == FORWARD:
@@ -117,6 +118,38 @@ def _needs(one: Pass, last: int) -> list[Pass]:
     if kind == WEIGHTS:
         return [Pass(BACKWARD, stage, number)]
     return [Pass(FORWARD, stage, number), *([Pass(BACKWARD, stage + 1, number)] if stage < last else [])]
+
+
+def seconds_of(order: Order, cost: Callable[[Pass], float], message: float = 0.0) -> float:
+    """What a step takes whose passes take what `cost` says, and what they give the next stage so long to come there."""
+    done: dict[Pass, float] = {}
+    free = [0.0] * len(order.passes)
+    waiting = [deque(each) for each in order.passes]
+    last = max(each.stage for own in order.passes for each in own)
+    while any(waiting):
+        for worker, own in enumerate(waiting):
+            while own and all(each in done for each in needs(own[0], last)):
+                one = own.popleft()
+                there = (done[each] + message * (each.stage != one.stage) for each in needs(one, last))
+                free[worker] = done[one] = max(free[worker], *there, 0.0) + cost(one)
+    return max(free)
+
+
+def stage_costs(order: Order, forward: Sequence[float], backward: Sequence[float]) -> Callable[[Pass], float]:
+    """What passes of stages take, by what the forward and the backward pass of each stage take.
+
+    Where gradients of weights have a pass of their own, it takes half a backward pass; the first stage, which finds no
+    gradient of what it is given, has them at once.
+    """
+    has_halves = any(each.kind == WEIGHTS for own in order.passes for each in own)
+
+    def cost(one: Pass) -> float:
+        if one.kind == FORWARD:
+            return forward[one.stage]
+        share = 1.0 if not has_halves else (one.kind == BACKWARD) * 1.0 if one.stage == 0 else 0.5
+        return share * backward[one.stage]
+
+    return cost
 
 
 def even_cuts(blocks: int, stages: int) -> list[int]:

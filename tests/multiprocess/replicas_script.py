@@ -67,7 +67,12 @@ def main() -> None:
         strategy=os.environ["STRATEGY"],
         options=json.loads(os.environ["OPTIONS"]),
         samples=60,
-        trainer={"micro_batch_size": 2, "callbacks": [Kills()], **json.loads(os.environ["TRAINER"])},
+        trainer={
+            "micro_batch_size": 2,
+            "clip_gradients": 0.5,
+            "callbacks": [Kills()],
+            **json.loads(os.environ["TRAINER"]),
+        },
     )
     trainer = make_trainer(case, None)  # type: ignore[arg-type]
     if JOINS:

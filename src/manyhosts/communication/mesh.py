@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,20 @@ class Mesh:
     @property
     def _comes_late(self) -> bool:
         return self.world.apart and self.world.part is not None
+
+    @contextmanager
+    def stood_in_for(self) -> Iterator[None]:
+        """Within, where this worker comes late, PyTorch finds a group of its copy that exchanges nothing."""
+        if not self._comes_late:
+            yield
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=math.prod(self._fixed.values()))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
     def place(self, plan: Mapping[str, Any]) -> PartOfCopy:
         """This worker's place in its copy. `plan`: how the model is cut, in plain values."""
@@ -176,12 +191,12 @@ class Mesh:
 
         wanted = tuple(axis for axis in AXES if axis in axes)
         ranks = torch.tensor(self.peers(*wanted)).view([self.size(axis) for axis in wanted])
-        groups = [self._group(axis) for axis in wanted]
+        groups = [self.group(axis) for axis in wanted]
         if len(wanted) == 1:
             return DeviceMesh.from_group(groups[0], self.world.device.type, mesh_dim_names=wanted)
         return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=wanted)
 
-    def _group(self, axis: str) -> dist.ProcessGroup:
+    def group(self, axis: str) -> dist.ProcessGroup:
         """A process group along one axis, also where one worker stands there alone."""
         members = self.along(axis)
         if members.process_group is not None:

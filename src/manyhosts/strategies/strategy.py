@@ -188,8 +188,11 @@ class InCopies(Protocol):
     is finished by all workers or by none; one that has had `prepare_update` finishes it without another exchange.
     """
 
+    def why_all_end(self) -> str:
+        """Why no worker continues where one is lost; empty where those of other copies do."""
+
     def layout(self) -> PartOfCopy | None:
-        """This worker's place in its copy; None where there was but one copy when the workers began."""
+        """This worker's place in its copy; None where all end with one that is lost."""
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ class Traits:
 TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
-    "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False),
     "pipeline": Traits(communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False),
     "pipedream": Traits(
         communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False

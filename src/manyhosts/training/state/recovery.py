@@ -38,8 +38,8 @@ def why_not_survive(parts: Parts) -> str:
     if not strategy.traits.survives_loss:
         return "no worker holds the whole model"
     if isinstance(strategy, InCopies):
-        if strategy.layout() is None:
-            return "there is one copy of the model"
+        if why := strategy.why_all_end():
+            return why
         if parts.precision.scaler is not None:
             return "under fp16 workers ask each other for overflows in the midst of an update"
     return ""

@@ -42,7 +42,7 @@ class Kills(mh.Callback):
     def after_step(self, moment: Any) -> None:
         if int(os.environ["WORLD_SIZE"]) < WORKERS:
             self.missing += 1
-            while self.missing > WAITS_AFTER and len(find("made-*")) < len(find("killed-*")):
+            while self.missing > WAITS_AFTER and len(find("made-*")) < len(find("killed-[0-9g]*")):
                 time.sleep(0.01)
             time.sleep(0.1 * (self.missing > WAITS_AFTER))
             return

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import summary
 from launching import MANYHOSTS, environment
 from sharded import outcome, said
 

@@ -3,7 +3,7 @@
 One connection per worker to the socket of its agent, both ways, one JSON object per line. The agent passes everything
 on between its workers and the head, which alone decides. From the worker (`kind`):
 
-    begin      call, most                a call that all make together has begun: others may go, and this worker
+    begin      call, most, layout        a call that all make together has begun: others may go, and this worker
     continues done       call, outcome             it is over, on every worker, and the script goes its own way until
     the next regroup    call, step                the group is broken, or is to change: this worker has finished so many
     steps join       call, most                a worker that was started later is ready to be one of them
@@ -32,7 +32,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from queue import SimpleQueue
 from typing import Any
 
@@ -42,6 +42,8 @@ MEMBER = "MANYHOSTS_MEMBER"
 """Numbers a worker in the environment: no two workers that a run ever had share a number."""
 JOINS = "MANYHOSTS_JOINS"
 """Set in the environment of a worker that was started while the others train."""
+PART = "MANYHOSTS_PART"
+"""Set in the environment of such a worker where several make one copy of the model: a `PartOfCopy`, as JSON."""
 _STEP_S = 2.0
 """How long workers whose head is gone have to finish their step together, before their group counts as broken."""
 
@@ -75,6 +77,24 @@ class Group:
         """What the head has sent."""
         chosen = {entry.name: message[entry.name] for entry in fields(cls)}
         return cls(**{**chosen, "newcomers": tuple(chosen["newcomers"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartOfCopy:
+    """The place of a worker where several make one copy of the model. It keeps it for as long as it lives."""
+
+    part: int
+    parts: int
+    parts_first: bool
+    """Whether workers are ranked by their parts, and those of equal parts by their copies; or the other way round."""
+    plan: Mapping[str, Any]
+    """What one that comes later must know of how the model is cut, in plain values."""
+
+    @classmethod
+    def from_environment(cls) -> PartOfCopy | None:
+        """That of a worker that was started late; None where each worker has all of the model."""
+        word = os.environ.get(PART)
+        return cls(**json.loads(word)) if word else None
 
 
 class Refused(Exception):
@@ -137,10 +157,13 @@ class Membership:
         """Whether a worker of the present group is lost, as far as is known here."""
         return self._broken == self.group
 
-    def begin(self, call: int, *, most: int) -> None:
-        """A call begins: the others may go. `most`: any number of workers up to this gives the same bits; 0: none."""
+    def begin(self, call: int, *, most: int, layout: PartOfCopy | None) -> None:
+        """A call begins: the others may go. `most`: any number of workers up to this gives the same bits; 0: none.
+
+        `layout`: this worker's place where several make one copy of the model.
+        """
         self._connect()
-        self._send("begin", call=call, most=most)
+        self._send("begin", call=call, most=most, layout=None if layout is None else asdict(layout))
 
     def done(self, call: int, outcome: Any) -> None:
         """A call is over on every worker. `outcome` (plain values) is for those that were not there."""

@@ -6,10 +6,11 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from manyhosts.communication.holding import Holding
+from manyhosts.communication.layout import as_real
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
 
@@ -58,7 +59,19 @@ class DTensors(Holding):
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a DTensor; every worker of its mesh calls this."""
         tensor = tensor.detach()
-        return gathered(tensor) if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return self._whole_now(tensor) if tensor.device.type == "cpu" else gathered(tensor)
+
+    def _whole_now(self, tensor: DTensor) -> Tensor:
+        """The same from the workers of now, who may be others than those that PyTorch was told of."""
+        [placement] = tensor.placements
+        local = tensor.to_local()
+        if not isinstance(placement, Shard):
+            return local
+        members, flat = self.mesh.along("shard", "tensor"), as_real(local.movedim(placement.dim, 0).contiguous())
+        found = torch.cat(members.gather(flat))
+        return (torch.view_as_complex(found) if local.is_complex() else found).movedim(0, placement.dim).contiguous()
 
     def like(self, tensor: Tensor, local: Tensor) -> Tensor:
         """A DTensor with the mesh, placements and shape of `tensor`, on the device of `local`."""

@@ -8,6 +8,9 @@
 `data` (replicate and shard) is who reads different samples: batches, gradients and BatchNorm are over it. `replica`
 (tensor and pipe) is who computes the same samples together.
 
+A worker that was started late to join the others knows its place along the axes of one copy, and stands alone along
+`replicate` until it has met them.
+
 Ranks run over `pipe` slowest and over `tensor` fastest, so that neighbours, which mostly share a host, are those that
 exchange most.
 """
@@ -15,12 +18,15 @@ exchange most.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from manyhosts.cluster.membership import PartOfCopy
 from manyhosts.communication.collectives import Collectives, Work
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
@@ -30,6 +36,10 @@ if TYPE_CHECKING:  # it takes half a second to load, and few need it
 
 AXES = ("pipe", "replicate", "shard", "tensor")
 """From the one that ranks run over slowest to the one that they run over fastest."""
+
+
+Members = tuple[tuple[int, ...], dist.ProcessGroup | None]
+"""The ranks of some workers of a world, and their group; None where there is but one, or it is that of all."""
 
 
 class Mesh:
@@ -44,7 +54,7 @@ class Mesh:
         self.world = world
         self._fixed = {"shard": shard, "tensor": tensor, "pipe": pipe}
         self._made_for: object = None
-        self._along: dict[tuple[str, ...], Collectives] = {}
+        self._along: dict[tuple[str, ...], Members] = {}
         self._shape()
 
     def _shape(self) -> dict[str, int]:
@@ -62,6 +72,8 @@ class Mesh:
                     fix="set it to 1 or more",
                 )
         block = math.prod(fixed.values())
+        if self._comes_late:
+            workers = block
         if workers % block:
             given = " and ".join(f"{axis}={size}" for axis, size in fixed.items() if size > 1)
             raise ConfigError(
@@ -71,6 +83,37 @@ class Mesh:
             )
         return {axis: fixed.get(axis, workers // block) for axis in AXES}
 
+    @property
+    def _comes_late(self) -> bool:
+        return self.world.apart and self.world.part is not None
+
+    @contextmanager
+    def stood_in_for(self) -> Iterator[None]:
+        """Within, where this worker comes late, PyTorch finds a group of its copy that exchanges nothing."""
+        if not self._comes_late:
+            yield
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=math.prod(self._fixed.values()))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def place(self, plan: Mapping[str, Any]) -> PartOfCopy:
+        """This worker's place in its copy. `plan`: how the model is cut, in plain values."""
+        own, parts = self._coordinates(self._rank), math.prod(self._fixed.values())
+        part = 0
+        for axis, size in self._shape().items():
+            part = part * size + own[axis] if axis in self._fixed else part
+        return PartOfCopy(part=part, parts=parts, parts_first=self._fixed["pipe"] > 1, plan=plan)
+
+    @property
+    def _rank(self) -> int:
+        part = self.world.part
+        return part.part if part is not None and self.world.apart else self.world.rank
+
     def size(self, *axes: str) -> int:
         """How many workers stand along these axes together; along none of them 1."""
         shape = self._shape()
@@ -78,7 +121,7 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """This worker's number along one axis, from 0."""
-        return self._coordinates(self.world.rank)[axis]
+        return self._coordinates(self._rank)[axis]
 
     def _coordinates(self, rank: int) -> dict[str, int]:
         found = {}
@@ -104,20 +147,30 @@ class Mesh:
     def along(self, *axes: str) -> Collectives:
         """The workers that differ from this one along `axes` alone, by rank: the world, where that is all of them.
 
-        Ask for it again where the workers may have changed. The first time since then all workers of the world call
-        this together, for groups are made.
+        Where the workers change, it is those of now, but for the world where that was all of them. The first time since
+        then all workers of the world call this together, or ask what it gave before, for groups are made.
         """
         wanted = tuple(axis for axis in AXES if axis in axes)
         assert len(wanted) == len(axes), f"axes are {AXES}, each named once, got {axes}"
-        if self.size(*wanted) == self.world.size:
+        if self.size(*wanted) == self.world.size and not self._comes_late:
             return self.world  # and no group is held: to let go of one that broke may take as long as what broke it
-        if self.size(*wanted) == 1:
-            return Along(self.world, (self.world.rank,), None)
+        self.members(wanted)
+        return Along(self.world, partial(self.members, wanted))
+
+    def members(self, wanted: tuple[str, ...]) -> Members:
+        """Those along the axes `wanted`, in the order of `AXES`."""
         if self._made_for is not self.world.group:
             self._made_for, self._along = self.world.group, {}
-        if wanted not in self._along:
-            self._along[wanted] = Along(self.world, *self.world.new_groups(self.groups(*wanted)))
-        return self._along[wanted]
+        if (found := self._along.get(wanted)) is None:
+            size = self.size(*wanted)
+            if self._comes_late or size == 1:
+                found = (self.world.rank,), None
+            elif size == self.world.size:
+                found = tuple(range(size)), None
+            else:
+                found = self.world.new_groups(self.groups(*wanted))
+            self._along[wanted] = found
+        return found
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """The ranks of each group along `axes`; every worker is in one of them."""
@@ -129,7 +182,7 @@ class Mesh:
 
     def peers(self, *axes: str) -> tuple[int, ...]:
         """The ranks of those that differ from this worker along `axes` alone, itself among them."""
-        return next(ranks for ranks in self.groups(*axes) if self.world.rank in ranks)
+        return next(ranks for ranks in self.groups(*axes) if self._rank in ranks)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """PyTorch's mesh over these axes, slowest first, on groups of our own; all workers call this together."""
@@ -138,12 +191,12 @@ class Mesh:
 
         wanted = tuple(axis for axis in AXES if axis in axes)
         ranks = torch.tensor(self.peers(*wanted)).view([self.size(axis) for axis in wanted])
-        groups = [self._group(axis) for axis in wanted]
+        groups = [self.group(axis) for axis in wanted]
         if len(wanted) == 1:
             return DeviceMesh.from_group(groups[0], self.world.device.type, mesh_dim_names=wanted)
         return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=wanted)
 
-    def _group(self, axis: str) -> dist.ProcessGroup:
+    def group(self, axis: str) -> dist.ProcessGroup:
         """A process group along one axis, also where one worker stands there alone."""
         members = self.along(axis)
         if members.process_group is not None:
@@ -159,10 +212,14 @@ class Mesh:
 class Along(Collectives):
     """Some of the workers of a world. What they send and wait for counts in the world."""
 
-    def __init__(self, world: World, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
-        """`ranks`: theirs in the world."""
-        self.world, self.ranks, self.device = world, ranks, world.device
-        self._group = group
+    def __init__(self, world: World, members: Callable[[], Members]) -> None:
+        """`members`: gives those of now."""
+        self.world, self.members, self.device = world, members, world.device
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Theirs in the world."""
+        return self.members()[0]
 
     @property
     def rank(self) -> int:
@@ -176,8 +233,8 @@ class Along(Collectives):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Theirs; None where this worker stands alone."""
-        return self._group
+        """Theirs; None where this worker stands alone, or they are all."""
+        return self.members()[1]
 
     @property
     def group(self) -> object:

@@ -77,7 +77,8 @@ class Node(Along):
 
     def __init__(self, world: World, levels: Levels) -> None:
         """Called by all workers of `world` together."""
-        super().__init__(world, *world.new_groups(levels.nodes))
+        made = world.new_groups(levels.nodes)
+        super().__init__(world, lambda: made)
 
     def count_sent(self, payload: int) -> None:
         """Nothing is counted."""

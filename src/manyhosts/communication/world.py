@@ -21,7 +21,7 @@ from torch import Tensor
 
 from manyhosts import device
 from manyhosts.cluster import reports, store_line
-from manyhosts.cluster.membership import Group, Membership
+from manyhosts.cluster.membership import Group, Membership, PartOfCopy
 from manyhosts.cluster.place import REHEARSING, Place
 from manyhosts.cluster.ports import VARIABLE
 from manyhosts.communication import sockets
@@ -57,6 +57,8 @@ class World(Collectives):
         """
         self.apart = membership is not None and membership.joins
         """Whether this worker has not met the others yet: it acts as if it were alone."""
+        self.part = PartOfCopy.from_environment() if self.apart else None
+        """Where several workers make one copy of a model, the place that a worker has which was started late."""
         self.membership = membership
         self.place = replace(place, rank=0, size=1) if self.apart else place
         is_rehearsal = REHEARSING in os.environ

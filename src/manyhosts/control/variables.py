@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from manyhosts.cluster import membership, store_line
 from manyhosts.control.job import Job
@@ -69,11 +71,15 @@ def of_all(job: Job, *, address: str = CHOSEN_AT_START) -> tuple[Mapping[str, st
     return tuple(of_worker(job, node=node, local_rank=rank, generation=0, store=store) for node, rank in places)
 
 
-def of_member(job: Job, *, member: int, late: bool) -> dict[str, str]:
-    """What a worker needs to continue when others are lost, or to come to them while they train."""
+def of_member(job: Job, *, member: int, late: bool, layout: Mapping[str, Any]) -> dict[str, str]:
+    """What a worker needs to continue when others are lost, or to come to them while they train.
+
+    `layout`: how those make copies of a model, and which part of one it is to have; empty where each has all of it.
+    """
     if not job.recovers:
         return {}
-    return {membership.MEMBER: str(member), **({membership.JOINS: "1"} if late else {})}
+    joins = {membership.JOINS: "1"} if late else {}
+    return {membership.MEMBER: str(member), **joins, **({membership.PART: json.dumps(layout)} if layout else {})}
 
 
 def of_host(present: Mapping[str, str], *, cores: int, workers: int) -> dict[str, str]:

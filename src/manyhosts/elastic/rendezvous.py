@@ -7,13 +7,14 @@ from its beginning (an evaluation) has nothing but what was there before it, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from manyhosts.cluster.membership import CallAlreadyFinished, Group, Membership, Refused
+from manyhosts.cluster.membership import CallAlreadyFinished, Group, Membership, PartOfCopy, Refused
 from manyhosts.communication.world import is_connection_error
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.session import CollectiveCalls
@@ -135,29 +136,47 @@ class Rendezvous:
         """
         world, work = self.world, self.work
         world.enter(group)
-        own = work.progress()
+        if group.rank in group.newcomers and not self.calls.new:
+            self.calls.new = True  # it waited for others to make a copy of the model with, and the rest went on
+            work.stand_nowhere()
+        own, layout = work.progress(), self.calls.layout
         own = replace(own, new=int(self.calls.new), lost_snapshot=int(lost or own.lost_snapshot))
+        own = replace(own, part=0 if layout is None else layout.part)
         rows = world.stack(torch.tensor(astuple(own), dtype=torch.int64, device=world.device)).tolist()
         progress = [WorkerProgress(*row) for row in rows]
         work.compare(progress)
-        source = most_advanced(progress)
-        if progress[source].new:
+        source, begun = most_advanced(progress), max(each.step for each in progress) != NO_STATE
+        givers = [most_advanced(progress, part=each.part) for each in progress]
+        if any(progress[each].new or (begun and progress[each].step == NO_STATE) for each in givers):
             raise NoWorkerHasState("no worker is left that holds the state of the run")
-        new = [rank for rank, found in enumerate(progress) if found.new]
-        if progress[source].step == NO_STATE:
-            self.calls.hand_over(new, source)
+        new = {rank: givers[rank] for rank, found in enumerate(progress) if found.new}
+        if not begun:
+            self.calls.hand_over(new)
             work.begin()
         else:
             work.settle(finished=progress[source].step > own.step)
-            self.calls.hand_over(new, source, but=work.provider)
-            late = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
-            state_transfer.pass_on(world, source, late, work.state, work.take_state)
+            self.calls.hand_over(new, but=work.provider)
+            self._bring_level(progress, source, givers)
             work.met(group, source, progress)
         if work.records is not None:
             redone = max(0, max(each.tried for each in progress) - work.step)
             self._tell(work.records, group, redone=redone)
             work.lost = ""
             work.records.copy_records()
+
+    def _bring_level(self, progress: Sequence[WorkerProgress], source: int, givers: Sequence[int]) -> None:
+        """Have all workers as far as `source`.
+
+        Where each has a part of the model, none has finished a step before each had all that its own part of that step
+        takes: so one that was there lacks what is equal on all workers, and one that was not has its part from another
+        copy.
+        """
+        in_parts, work = len({each.part for each in progress}) > 1, self.work
+        behind = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
+        present = [rank for rank in behind if in_parts and progress[rank].step != NO_STATE]
+        state_transfer.pass_on(self.world, source, present, partial(work.state, but_parts=True), work.take_state)
+        lacking = {rank: givers[rank] for rank in behind if rank not in present}
+        state_transfer.pass_on_all(self.world, lacking, work.state, work.take_state)
 
     def _tell(self, records: Records, group: Group, *, redone: int) -> None:
         if not self.world.is_leader:
@@ -192,16 +211,17 @@ def make(
     *,
     most: int,
     survives: bool,
+    layout: PartOfCopy | None = None,
     has_outcome: bool = True,
     provider: StateProvider | None = None,
 ) -> Any:
     """Make a call that is made again from its beginning where workers are lost in it: all of them call `once`.
 
     Where the others have finished it, it gives what they have got; without an outcome, `once` is called alone.
-    `most`, `survives`: see `CollectiveCalls.begin`. `provider`: of the trainer whose run records losses; where that
-    has begun none, the last run of the script does.
+    `most`, `survives`, `layout`: see `CollectiveCalls.begin`. `provider`: of the trainer whose run records losses;
+    where that has begun none, the last run of the script does.
     """
-    if not calls.begin(most=most, survives=survives):
+    if not calls.begin(most=most, survives=survives, layout=layout):
         return once()
     own = provider if provider is not None and provider.records is not None else None
     rendezvous = Rendezvous(calls, RestartedCall(lambda: own or calls.last_provider), most=most)

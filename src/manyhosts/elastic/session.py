@@ -9,9 +9,10 @@ and joins them in the first that they have not: there it is given what every tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from manyhosts.cluster.membership import PartOfCopy
 from manyhosts.communication.world import World
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import StateProvider
@@ -26,6 +27,8 @@ class CollectiveCalls:
         """Of the call under way, or the last one."""
         self.over = world.membership is None
         """Whether no worker continues without the others any more."""
+        self.layout: PartOfCopy | None = None
+        """This worker's place where several make one copy of the model, as the last call that began had it."""
         self.new = world.apart
         """Whether this worker has yet to be given the state of the others."""
         self._providers: weakref.WeakValueDictionary[int, StateProvider] = weakref.WeakValueDictionary()
@@ -35,6 +38,11 @@ class CollectiveCalls:
         self._providers[number] = provider
 
     @property
+    def trainers(self) -> int:
+        """How many the script has."""
+        return len(self._providers)
+
+    @property
     def last_provider(self) -> StateProvider | None:
         """That of the trainer that was made last, of those that have begun a run."""
         found = [provider for _, provider in sorted(self._providers.items()) if provider.records is not None]
@@ -42,9 +50,13 @@ class CollectiveCalls:
 
     # One call.
 
-    def begin(self, *, most: int, survives: bool) -> bool:
-        """The next call begins. `most`: see `Membership`. Returns whether others continue where workers are lost."""
+    def begin(self, *, most: int, survives: bool, layout: PartOfCopy | None = None) -> bool:
+        """The next call begins. `most`, `layout`: see `Membership`.
+
+        Returns whether others continue where workers are lost.
+        """
         self.number += 1
+        self.layout = layout
         membership = self.world.membership
         if membership is None or self.over:
             return False
@@ -52,7 +64,7 @@ class CollectiveCalls:
             self._withdraw()
             return False
         if not membership.joins:
-            membership.begin(self.number, most=most)
+            membership.begin(self.number, most=most, layout=layout)
         self.world.confirms = True
         return True
 
@@ -75,12 +87,14 @@ class CollectiveCalls:
 
     # What a new worker is given.
 
-    def hand_over(self, new: Sequence[int], giver: int, *, but: StateProvider | None = None) -> None:
-        """Have worker `giver` give all that its trainers hold, `but` one, to the `new` workers. All call this."""
-        state_transfer.pass_on(
+    def hand_over(self, givers: Mapping[int, int], *, but: StateProvider | None = None) -> None:
+        """Have workers give all that their trainers hold, `but` one, to new ones. All call this.
+
+        `givers`: by the rank of each that is new.
+        """
+        state_transfer.pass_on_all(
             self.world,
-            giver,
-            new,
+            givers,
             lambda: {str(number): each.everything() for number, each in self._providers.items() if each is not but},
             self._take,
         )

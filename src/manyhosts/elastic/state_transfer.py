@@ -28,6 +28,12 @@ def pass_on(
         take(unflatten(json.loads(text), tensors))
 
 
+def pass_on_all(world: World, givers: Mapping[int, int], state: Callable[[], Any], take: Callable[[Any], None]) -> None:
+    """The same from several workers: `givers` has the rank of the one that gives by that of the one that takes."""
+    for giver in sorted(set(givers.values())):
+        pass_on(world, giver, [taker for taker, of in givers.items() if of == giver], state, take)
+
+
 def gather(world: Collectives, own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What every worker has, by rank, on every worker.
 

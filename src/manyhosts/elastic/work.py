@@ -30,6 +30,8 @@ class WorkerProgress:
     """Whether it lacks what the others hold of every trainer of the script."""
     trusted: int = NO_STATE
     """The last step that is not in doubt, where some are; `NO_STATE` where none is."""
+    part: int = 0
+    """Which part of a copy of the model it has, where several workers make one."""
 
     @property
     def reached(self) -> tuple[int, int]:
@@ -37,9 +39,13 @@ class WorkerProgress:
         return self.step, self.done_actions
 
 
-def most_advanced(progress: Sequence[WorkerProgress]) -> int:
-    """The rank whose state the others take: of several that are level, the first that is not new."""
-    return max(range(len(progress)), key=lambda rank: (progress[rank].reached, -progress[rank].new, -rank))
+def most_advanced(progress: Sequence[WorkerProgress], *, part: int | None = None) -> int:
+    """The rank whose state is taken by those that are behind: of several that are level, the first that is not new.
+
+    `part`: among those that have this part of a copy of the model.
+    """
+    ranks = [rank for rank, found in enumerate(progress) if part in (None, found.part)]
+    return max(ranks, key=lambda rank: (progress[rank].reached, -progress[rank].new, -rank))
 
 
 class Records(Protocol):
@@ -131,8 +137,8 @@ class RecoverableCall(Protocol):
         """End the step that broke off. `finished`: another has done it, so this worker's part counts."""
         return
 
-    def state(self) -> dict[str, Any]:
-        """The state that a worker with fewer steps lacks."""
+    def state(self, *, but_parts: bool = False) -> dict[str, Any]:
+        """All that a worker behind this one lacks. `but_parts`: it has another part of the model, and that of now."""
         return {}
 
     def take_state(self, given: Mapping[str, Any]) -> None:

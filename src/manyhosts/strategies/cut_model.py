@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from manyhosts.cluster.membership import PartOfCopy
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.layout import as_real
 from manyhosts.communication.mesh import Mesh
@@ -114,6 +115,12 @@ class CutModel:
 
     def __init__(self, mesh: Mesh, holding: Holding) -> None:
         self.mesh, self.world, self.holding = mesh, mesh.world, holding
+        self.agreed = Agreed()
+        self.in_copies = self.traits.survives_loss and (mesh.size("replicate") > 1 or self.world.apart)
+        """Whether there were copies when the workers began: where one is lost, the others continue without it."""
+        self.plan: dict[str, Any] = {}
+        """How the model is cut, in plain values: what a worker that comes late must know."""
+        self._whole = False
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: it remembers nothing."""
@@ -125,6 +132,49 @@ class CutModel:
     def shard(self) -> Shard:
         """One part for each worker that reads samples of its own."""
         return Shard(self.mesh.data.rank, self.mesh.data.size)
+
+    # Where workers are lost and others come, in the words of `Elastic` and `InCopies`.
+
+    def why_all_end(self) -> str:
+        """Why no worker continues where one is lost; empty where those of other copies do."""
+        return "" if self.in_copies else "there is one copy of the model"
+
+    def layout(self) -> PartOfCopy | None:
+        """This worker's place in its copy; None where all end with one that is lost."""
+        return None if self.why_all_end() else self.mesh.place(self.plan)
+
+    def prepare_update(self) -> None:
+        """Return when all workers have all that their updates take: from here on each can make its own alone."""
+        if self.world.membership is None or not self.in_copies or self._whole:
+            return
+        self._whole = True
+        self.world.barrier()
+        self._whole = False  # the update follows, and nothing breaks it off
+
+    @property
+    def whole(self) -> bool:
+        """Whether lacking is only the word that all have all that their updates take."""
+        return self._whole
+
+    def let_go(self) -> None:
+        """Nothing is sent by other threads."""
+
+    def step_back(self) -> None:
+        """Nothing is kept of a step beside gradients, which the next one begins again."""
+        self._whole = False
+
+    def shared_state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take up."""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Sum gradients over the copies that there are now. Nothing is lost with those that are gone."""
+        self._whole = False
+        self.agreed.forget()
+        return ""
 
     @torch.no_grad()
     def norm(self, model: nn.Module) -> Tensor:
@@ -176,22 +226,12 @@ class ComputedTogether(CutModel):
                 where=f"strategy={name!r}",
                 fix="choose another strategy, or start on machines without GPUs",
             )
-        self.agreed = Agreed()
         self.sample: Sample | None = None
         self.parameters: list[nn.Parameter] = []
 
     def look(self, sample: Sample) -> None:
         """Know what the model is called with. Before `place`."""
         self.sample = sample
-
-    def note_copies(self) -> None:
-        """Say what it costs to lose a worker."""
-        copies = self.mesh.data.size
-        holders = "one worker" if copies == 1 else f"{copies} workers"
-        self.world.notes.append(
-            f"each part of the model is on {holders} alone: where one is lost, the run is started again from the "
-            "newest snapshot"
-        )
 
     @torch.no_grad()
     def sum_copies(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from manyhosts.cluster.membership import PartOfCopy
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.part_norm import PartStatistics
@@ -179,6 +180,19 @@ class Elastic(Protocol):
         that lacked it: agree on what else must be alike. `new`: this worker has not trained yet; `gone`: how many of
         those that trained are no more. Returns what is lost with them, in words; empty where nothing is.
         """
+
+
+@runtime_checkable
+class InCopies(Protocol):
+    """A strategy of which several workers make one copy of the model. Then the calls of `Elastic` are for a step that
+    is finished by all workers or by none; one that has had `prepare_update` finishes it without another exchange.
+    """
+
+    def why_all_end(self) -> str:
+        """Why no worker continues where one is lost; empty where those of other copies do."""
+
+    def layout(self) -> PartOfCopy | None:
+        """This worker's place in its copy; None where all end with one that is lost."""
 
 
 @runtime_checkable

@@ -22,7 +22,8 @@ class Traits:
     holds_whole_model: bool = True
     """Whether each worker holds every tensor whole. Where not, `Strategy.holding` says what it holds."""
     survives_loss: bool = True
-    """Whether the workers that are left can continue without one that is lost. Then it has the calls of `Elastic`."""
+    """Whether the workers that are left can continue without one that is lost. Then it has the calls of `Elastic`;
+    where several workers make one copy of the model, those of `InCopies`, and they can where there are copies."""
     computes_fixed_parts: bool = False
     """Whether each batch is cut into parts that do not depend on the number of workers. Then it has those of
     `FixedParts`."""
@@ -31,10 +32,8 @@ class Traits:
 TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
-    "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
-    "pipeline": Traits(
-        communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
-    ),
+    "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False),
+    "pipeline": Traits(communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False),
     "pipedream": Traits(
         communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
     ),

@@ -39,7 +39,7 @@ from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loop.training import StopSignals, Training
 from manyhosts.training.setup.run_place import tell_command
 from manyhosts.training.state import rewind
-from manyhosts.training.state.recovery import SharedTraining, why_not_survive
+from manyhosts.training.state.recovery import SharedTraining, layout_of, why_not_survive
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.run_state import RunState
@@ -113,8 +113,9 @@ class Fit:
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, whoever goes and comes meanwhile, and record how it ended."""
-        survives, bad = not why_not_survive(self.parts), None
-        survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives)
+        bad, survives, layout = None, not why_not_survive(self.parts), layout_of(self.parts)
+        survives = survives and (layout is None or self.calls.trainers == 1)
+        survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives, layout=layout)
         try:
             with self.report_failures():
                 self.make_loop(survives=survives)
@@ -371,7 +372,7 @@ class Fit:
 
     def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
         """The others have finished this training: be where it ended, where this worker was not there."""
-        if not self.world.apart:
+        if not self.world.apart and self.state.step == outcome["run"]["step"]:
             return
         self.state.become(RunState.from_dict(outcome["run"], {}))
         self.has_end = is_here = self.snapshot_schedule.take_end(self.state.step)

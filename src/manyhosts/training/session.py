@@ -47,6 +47,7 @@ from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, at
 from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
 from manyhosts.training.setup.parameter_groups import MakeOptimizer
 from manyhosts.training.setup.run_place import RunPlace
+from manyhosts.training.state.recovery import layout_of
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.sharded_state import whole_state
 from manyhosts.training.state.weights import Used, best_model, frozen, holding, load_initial
@@ -229,12 +230,18 @@ class Session:
 
     def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
         """What all workers do together, and once more from its beginning where some are lost meanwhile."""
-        world = self.world
+        world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
+        layout = None if parts is None else layout_of(parts)
+        if parts is None or parts.strategy.traits.holds_whole_model:
+            alike = calls.layout is None  # a worker that comes late knows how one model is cut, and of no other
+        else:
+            alike = layout is not None and calls.trainers == 1
         return rendezvous.make(
-            self._collective_calls,
+            calls,
             once,
             most=self.settings.virtual_workers or 0,
-            survives=world.backend == "gloo" and world.device.type == "cpu",
+            survives=world.backend == "gloo" and world.device.type == "cpu" and alike,
+            layout=layout,
             has_outcome=has_outcome,
             provider=self._provider if self._run is not None else None,
         )

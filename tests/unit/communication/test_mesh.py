@@ -16,7 +16,7 @@ from manyhosts.config.strategies import BY_NAME
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.single import SingleProcess
-from manyhosts.strategies.strategy import Elastic, FixedParts
+from manyhosts.strategies.strategy import Elastic, FixedParts, InCopies
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.virtual import VirtualWorkers
@@ -30,6 +30,8 @@ class Numbered:
     rank: int = 0
     group: object = field(default_factory=object)
     device: torch.device | None = None
+    apart: bool = False
+    part: None = None
 
 
 def world_of(size: int, rank: int = 0) -> Numbered:
@@ -96,7 +98,8 @@ def test_traits_say_what_each_strategy_has_the_calls_for() -> None:
     kinds: list[Any] = [SingleProcess, VirtualWorkers, *map(STRATEGIES.load, STRATEGIES.own)]
     assert {id(kind.traits) for kind in kinds} == {id(traits) for traits in TRAITS.values()}
     for kind in kinds:
-        assert kind.traits.survives_loss == has(kind, Elastic)
+        assert has(kind, Elastic) or not kind.traits.survives_loss
+        assert has(kind, InCopies) or kind.traits.holds_whole_model or not kind.traits.survives_loss
         assert kind.traits.synchronous == (not has(kind, LocalUpdates, but="givers"))
         assert kind.traits.computes_fixed_parts == has(kind, FixedParts)
 

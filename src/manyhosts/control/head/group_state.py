@@ -2,6 +2,10 @@
 
 It decides and does nothing: `membership.GroupCoordinator` passes messages to it and carries out its decisions. The
 ranks of those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
+
+Where several workers make one copy of a model, each has a part of it for as long as it lives. Between two steps all
+copies are equal, so those that have the parts of a copy make one, whoever they were with before. A worker for whose
+part the others lack some waits, as one that was started late does, until they are there.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class Member:
     """When it last reported a step, or that it is busy."""
     given_up: bool = False
     """Whether it counts as hung, and was killed."""
+    part: int = -1
+    """Which part of a copy of the model it has; -1: not known yet."""
 
 
 @dataclass(slots=True)
@@ -55,6 +61,8 @@ class GroupState:
     broken: bool = False
     """Whether the present group has lost somebody, or cannot reach one another."""
     reason: str = ""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """How workers make copies of a model, as they have said (`cluster.membership.PartOfCopy`). Empty: each has all."""
     _best: tuple[int, int] = (0, -1)
     """The call, and the step in it, that the farthest had come to when a group was formed."""
     _without_progress: int = 0
@@ -72,9 +80,22 @@ class GroupState:
 
     def add(self, member: Member) -> None:
         """A worker was started."""
+        if self.layout and member.part < 0:
+            held = [other.part for other in self.members.values()]
+            member.part = min(range(self.parts), key=held.count)
         self.members[member.number] = member
         if not member.late:
             self.order.append(member.number)
+
+    @property
+    def parts(self) -> int:
+        """How many workers make one copy of the model."""
+        return int(self.layout.get("parts", 1))
+
+    def lay_out(self, number: int, layout: Mapping[str, Any]) -> None:
+        """A worker says how copies are made, and which part it has."""
+        self.layout = {**layout}
+        self.members[number].part = int(self.layout.pop("part", -1))
 
     def lose(self, number: int, reason: str) -> bool:
         """A worker is gone. Returns whether the others can continue without it.
@@ -87,7 +108,12 @@ class GroupState:
         if not member.late:
             self.broken = True
             self.reason = self.reason or reason
-        return bool(self.trained()) and self._without_progress <= MOST_WITHOUT_PROGRESS and self.all_train()
+        return self._is_complete() and self._without_progress <= MOST_WITHOUT_PROGRESS and self.all_train()
+
+    def _is_complete(self) -> bool:
+        """Whether those of the present group that are left have all of the model."""
+        left = self.trained()
+        return bool(left) and (self.parts == 1 or len({member.part for member in left}) == self.parts)
 
     @property
     def makes_no_progress(self) -> bool:
@@ -111,7 +137,22 @@ class GroupState:
 
     def wants_change(self) -> bool:
         """Whether a worker that was started late is ready to join, and there is room for it."""
-        return bool(self._joining())
+        return any(member.late for member in self._line_up())
+
+    def _line_up(self) -> list[Member]:
+        """The members of the next group, by rank, as far as they are known now.
+
+        Those that were not in the last one have their ranks after the others, host by host; of workers that make copies
+        those of equal parts are ranked so.
+        """
+        found = [*self.trained(), *self._joining()]
+        if self.parts == 1:
+            nodes = list(dict.fromkeys(member.node for member in found))
+            return [member for node in nodes for member in found if member.node == node]
+        of_part = [[member for member in found if member.part == part] for part in range(self.parts)]
+        copies = list(zip(*of_part, strict=False))  # as many as the rarest part is there
+        ranked = zip(*copies, strict=True) if self.layout["parts_first"] else copies
+        return [member for members in ranked for member in members]
 
     def _joining(self) -> list[Member]:
         """Those that were started late and are ready, host by host; as many as there is room for."""
@@ -123,7 +164,7 @@ class GroupState:
     def waited_for(self) -> list[Member]:
         """Those that a new group needs and that have not asked for it yet."""
         waiting = [member for member in self.trained() if member.asked is None]
-        if self.broken and not all(member.most for member in self.trained()):
+        if self.broken and self.parts == 1 and not all(member.most for member in self.trained()):
             # The bits depend on how many there are: wait for those that take the places of the lost.
             waiting += [member for member in self.members.values() if member.late and member.asked is None]
         return waiting
@@ -134,16 +175,18 @@ class GroupState:
         return (self.broken or self.wants_change()) and bool(self.trained()) and not self.waited_for()
 
     def form(self) -> list[Member]:
-        """The members of the new group, by rank. Those that were not in the last one follow, host by host."""
+        """The members of the new group, by rank; see `_line_up`."""
         stayed = self.trained()
         best = max(((member.call, member.asked or 0) for member in stayed), default=(0, 0))
         if best > self._best:
             self._best, self._without_progress = best, 0
         elif self.broken and not self.reason:
             self._without_progress += 1  # no worker is lost: what breaks the group may be in the step itself
-        joining = self._joining()
-        nodes = list(dict.fromkeys(member.node for member in [*stayed, *joining]))
-        formed = [member for node in nodes for member in [*stayed, *joining] if member.node == node]
+        formed = self._line_up()
+        numbers = {member.number for member in formed}
+        for member in stayed:
+            if member.number not in numbers:
+                member.late, member.asked = True, -1  # it waits for others with which it makes a copy
         for rank, member in enumerate(formed):
             member.rank, member.asked, member.late, member.enrolled, member.resting = rank, None, False, True, False
         self.order = [member.number for member in formed]

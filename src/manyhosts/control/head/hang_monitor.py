@@ -259,7 +259,9 @@ class HangMonitor:
 
     def _latest(self, now: float) -> float:
         """For how long the one of whom nothing new was heard for the longest time has got no further, in seconds."""
-        paces = [pace for number, pace in self._paces.items() if number in self._state.running and pace.at]
+        members = self._worker_group.regroup.group_state.members
+        waiting = {number for number, member in members.items() if member.late}  # for others, to join with them
+        paces = [pace for number, pace in self._paces.items() if number in self._state.running - waiting and pace.at]
         return max((now - pace.at for pace in paces if self._asked_for is not None or pace.reports), default=0.0)
 
     def _is_unknown(self, number: int) -> bool:

@@ -117,6 +117,7 @@ class GroupCoordinator:
             if not member.enrolled and not member.late:
                 self._start_s = max(self._start_s, self._clock() - self._made)
             member.enrolled, member.most, member.resting = True, int(fields["most"]), False
+            self.group_state.lay_out(number, fields.get("layout") or {})
         elif kind == "done":
             self._note_outcome(member, int(fields["call"]), fields["outcome"])
         elif kind == "withdraw":
@@ -301,7 +302,7 @@ class GroupCoordinator:
                 port=port,
                 newcomers=newcomers,
                 reason=reason,
-                how=_how(len(formed), len(newcomers)),
+                how=_how(len(formed), len(newcomers), self.group_state.parts),
             )
 
 
@@ -309,6 +310,8 @@ def _passes(waited_s: float, limit_s: float) -> bool:
     return waited_s < limit_s <= waited_s + _LOOK_S
 
 
-def _how(size: int, newcomers: int) -> str:
+def _how(size: int, newcomers: int, parts: int) -> str:
     workers = f"{size} worker{'s' if size > 1 else ''}"
+    if (copies := size // parts) < size:
+        workers += f" in {copies} {'copies' if copies > 1 else 'copy'} of the model"
     return f"with {workers}, {newcomers} of them new" if newcomers else f"with {workers}"

@@ -129,7 +129,8 @@ class WorkerGroup:
                 agent_store=shared,
                 listens=self.store.listens and not member.late,
             )
-            environment |= variables.of_member(job, member=member.number, late=member.late)
+            layout = {**self.regroup.group_state.layout, "part": member.part} if member.part >= 0 else {}
+            environment |= variables.of_member(job, member=member.number, late=member.late, layout=layout)
             place = {"rank": member.rank, "local_rank": member.local_rank, "member": member.number}
             workers.append(NewWorker(**place, environment=environment))
         self._agents.send([self._agents.nodes[members[0].node]], Start(generation=generation, workers=workers))
@@ -181,7 +182,8 @@ class WorkerGroup:
             return None
         if self._state.job.is_elastic and self._agents.nodes[lost.node].channel is None:
             return None
-        return Member(number=self._number(), node=lost.node, local_rank=lost.local_rank, rank=lost.rank, late=True)
+        number, rank, part = self._number(), lost.rank, lost.part
+        return Member(number=number, node=lost.node, local_rank=lost.local_rank, rank=rank, late=True, part=part)
 
     # Messages to them, their calls, and their end.
 

@@ -34,8 +34,11 @@ def place_root(
     step_digest: StepDigest,
     written: Written,
     places: Places,
+    is_far: bool,
 ) -> None:
     """Keep this worker's part of every parameter of `root`: of each of `units`, which are in it, and of the rest.
+
+    `is_far`: whether parts go to other hosts.
 
     What is a single number is kept whole, and left to the strategy.
 
@@ -47,7 +50,6 @@ def place_root(
     check_placeable(root, units, config)
     world, over = mesh.world, mesh.device_mesh("shard")
     every = {**units, "": root}
-    is_far = not is_asynchronous(world.device) and _on_several_hosts(mesh.along("shard"), world.place.node_rank)
     bf16 = config.gather == "bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,
@@ -117,10 +119,29 @@ def _without_parts(unit: nn.Module) -> Iterator[None]:
             module._modules[name] = cast(nn.Module, child)
 
 
-def _on_several_hosts(workers: Collectives, own: int) -> bool:
+def on_several_hosts(workers: Collectives, own: int) -> bool:
     """Whether not all of `workers` have the same number of a host, of which this one has `own`; alike on each."""
     highest, lowest = workers.all_reduce(torch.tensor([own, -own]), dist.ReduceOp.MAX).tolist()
     return bool(highest + lowest)
+
+
+def begin_again(root: FSDPModule, group: dist.ProcessGroup) -> None:
+    """Have no step under way in `root`, and gather and sum among the workers of `group` from now on.
+
+    What was under way went with workers that are gone, and is not waited for.
+    """
+    for unit in cast(nn.Module, root).modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        for parameters in unit._get_fsdp_state()._fsdp_param_groups:
+            cast(Any, parameters.mesh_info).shard_process_group = group
+            parameters._all_gather_result = None
+            for each in parameters.fsdp_params:
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
+    if root._get_fsdp_state()._is_root is not None:  # it has made a pass
+        root.reset_iter_state()
 
 
 def _own_memory(unit: nn.Module, inputs: Any, output: Any) -> Any:

@@ -203,6 +203,11 @@ class Written:
             if not torch.equal(before, _sums(parameter)):
                 raise _written(name)
 
+    def forget(self) -> None:
+        """Know of no pass: one broke off."""
+        self._seen.clear()
+        self._sums.clear()
+
     def check(self) -> None:
         """See that nothing was written since they were noted, and forget them.
 

@@ -7,13 +7,14 @@ all parts; and a comparison, in the exchange of the loss, of which units each wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from manyhosts.communication.collectives import Work
 from manyhosts.communication.dtensors import DTensors
@@ -27,14 +28,17 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel, sum_together
 from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
-from manyhosts.strategies.fsdp.place import place_root
+from manyhosts.strategies.fsdp.place import begin_again, on_several_hosts, place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
-from manyhosts.strategies.materialise import materialise, places_of
+from manyhosts.strategies.materialise import Places, materialise, places_of
 from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.units import find_units, has_parts, is_whole
+
+_BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop}
+"""Optimizers that are known to treat each number of a tensor alone, so that parts are updated without an exchange."""
 
 
 class FullySharded(CutModel):
@@ -54,12 +58,15 @@ class FullySharded(CutModel):
                 where="FSDP(cpu_offload=True)",
                 fix="leave it out, for the parts lie there already; or start on machines with GPUs",
             )
-        mesh = Mesh(world, shard=_of_one_host(world) if config.shard == "host" else config.shard or world.size)
+        shard = config.shard or world.size
+        if shard == "host":
+            shard = _of_one_host(world) if world.part is None else world.part.parts
+        mesh = Mesh(world, shard=shard)
         super().__init__(mesh, DTensors(mesh))
         self.config = config
         mesh.along("replicate")  # all workers make its groups together
-        self.agreed = Agreed()
         self.step_digest = StepDigest(mesh.along("shard"))
+        self.optimizer: Optimizer | None = None
         self.late = LateNumbers(world.device)
         self.roots: list[FSDPModule] = []
         self.parameters: list[nn.Parameter] = []
@@ -76,27 +83,67 @@ class FullySharded(CutModel):
         whole, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
         units, places = find_units(whole, self.config.patterns), places_of(model)
         self.replaced = Replaced(model)
-        for root in (whole, *loss):
-            if has_parts(root):
-                inside = units if root is whole else {}
-                place_root(
-                    root,
-                    inside,
-                    self.config,
-                    mesh=self.mesh,
-                    step_digest=self.step_digest,
-                    written=self.written,
-                    places=places,
-                )
-                self.roots.append(cast(FSDPModule, root))
-            else:
-                materialise(root.modules(), places)
-                root.to(self.world.device)
-                spread([*root.parameters(), *root.buffers()], self.world)
+        self.plan = {"is_far": self._is_far()} if self.world.part is None else {**self.world.part.plan}
+        with self.mesh.stood_in_for():
+            for root in (whole, *loss):
+                self._place_root(root, units if root is whole else {}, places)
         self.parameters = list(model.parameters())
         self.model_watch = ModelWatch(model, self.world)
         self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
         return model
+
+    def _place_root(self, root: nn.Module, units: Mapping[str, nn.Module], places: Places) -> None:
+        """Keep this worker's part of `root`, and of each of `units` in it; all of it, where it has no parts."""
+        if has_parts(root):
+            place_root(
+                root,
+                units,
+                self.config,
+                mesh=self.mesh,
+                step_digest=self.step_digest,
+                written=self.written,
+                places=places,
+                is_far=self.plan["is_far"],
+            )
+            self.roots.append(cast(FSDPModule, root))
+        else:
+            materialise(root.modules(), places)
+            root.to(self.world.device)
+            spread([*root.parameters(), *root.buffers()], self.world)
+
+    def _is_far(self) -> bool:
+        """Whether what workers of a copy exchange goes to other hosts; alike for all copies, which may swap workers."""
+        if is_asynchronous(self.world.device):
+            return False
+        return self.world.any(on_several_hosts(self.mesh.along("shard"), self.world.place.node_rank))
+
+    def hold(self, optimizer: Optimizer) -> None:
+        """Know this worker's optimizer."""
+        self.optimizer = optimizer
+
+    def why_all_end(self) -> str:
+        """See `CutModel`."""
+        kind = type(self.optimizer)
+        if why := super().why_all_end():
+            return why
+        if is_asynchronous(self.world.device):
+            return "exchanges of a GPU that break off are not put back under fsdp"
+        if not all(hasattr(each, "reset_iter_state") for each in self.roots):
+            return f"torch {torch.__version__} cannot begin a step of fsdp again"
+        if kind not in _BY_ELEMENTS:
+            return f"{kind.__name__} may have workers ask each other in the midst of an update"
+        return ""
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Gather and sum with the workers of the copy that this one is in now, from no step under way."""
+        self.step_digest.begin()
+        group = self.mesh.group("shard")
+        for root in self.roots:
+            begin_again(root, group)
+        self.written.forget()
+        if self.model_watch is not None:
+            self.model_watch.all_is_new()
+        return super().meet(source, new=new, gone=gone)
 
     def misuse_told(self) -> AbstractContextManager[None]:
         """Within, the model is called."""

@@ -154,6 +154,12 @@ class Channel:
         """Seconds waited for messages of others."""
         self._under_way: list[tuple[Waitable, Tensor]] = []
 
+    def meet(self, ranks: Sequence[int]) -> None:
+        """Send to workers of these ranks from now on. What was under way to others is forgotten."""
+        self.ranks = ranks
+        self._under_way.clear()
+        self.inbox.clear()
+
     def send(self, value: Any, stage: int, tag: int, *, beside: Mapping[str, Any] | None = None) -> None:
         """Begin to send `value` to a stage, with plain values `beside` it."""
         taken = flat(value)
@@ -184,13 +190,11 @@ class Channel:
         else:
             begin = time.perf_counter()
             length = torch.empty(_HEADER, dtype=torch.int64)
-            dist.recv(length, src=rank, tag=tag)
+            self.world.wait(dist.irecv(length, src=rank, tag=tag))
             words, size = length.tolist()
             body = torch.empty(size, dtype=torch.uint8)
-            dist.recv(body, src=rank, tag=tag)
-            waited = time.perf_counter() - begin
-            self.waited_s += waited
-            self.world.count_waited(waited)
+            self.world.wait(dist.irecv(body, src=rank, tag=tag))
+            self.waited_s += time.perf_counter() - begin
         shape, layouts, beside = json.loads(body[:words].numpy().tobytes())
         tensors, place = [], words
         for layout in (_Layout(*each) for each in layouts):
@@ -206,6 +210,6 @@ class Channel:
         """Wait until all that was sent has come, but for the last messages of so many."""
         done, begin = max(0, len(self._under_way) - 2 * but), time.perf_counter()
         for work, _ in self._under_way[:done]:
-            work.wait()
+            self.world.wait(work)
         del self._under_way[:done]
         self.waited_s += time.perf_counter() - begin

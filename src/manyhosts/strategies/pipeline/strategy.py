@@ -90,17 +90,17 @@ class Pipelined(ComputedTogether):
         stages = stages_of(seen.uses, cuts)
         sample = self.sample
         check_tied(whole, stages, "fp32" if sample is None else sample.precision)
-        if sample is not None and self.world.is_leader:
+        if sample is not None and self.world.is_leader and not self.world.apart:
             prove(whole, stages, cuts, sample.inputs(), sample.context)
         self.world.barrier()
         self._say(chain, cuts, seen.seconds)
         own = range(self.mesh.coordinate("pipe"), self.stages, self.workers)
         leave(whole, stages, own)
         self.loss = loss[0] if loss else nn.Module()
-        ranks, inbox = [*self.mesh.peers("pipe")] * self.config.per_worker, Inbox(deque)
+        peers, inbox = self._peers(), Inbox(deque)
         for number in own:
             tied, halves = tied_of(whole, stages, number), Halves() if self.config.schedule == ZERO_BUBBLE else None
-            channel = Channel(self.world, ranks, number, inbox)
+            channel = Channel(self.world, peers, number, inbox)
             self.own.append(self.stage_kind(whole, chain, cuts, tied, channel, halves))
         whole.forward = partial(evaluate, self.own)
         self.parameters = list(model.parameters())
@@ -153,8 +153,8 @@ class Pipelined(ComputedTogether):
                 )
             return Seen(uses_by_blocks(model, [block for _, block in chain.blocks]))
         reported: dict[str, Any] = {}
-        if self.world.is_leader:
-            timed = self.config.cuts == MEASURED and self.stages > 1
+        if self.world.is_leader:  # of itself, as long as it has not met the others
+            timed = self.config.cuts == MEASURED and self.stages > 1 and not self.world.apart
             seen = look(model, chain, sample.inputs(), sample.context, timed=timed)
             reported = {"uses": seen.uses, "seconds": seen.seconds}
         return Seen(**gather_plain(self.world, reported)[0])
@@ -166,6 +166,8 @@ class Pipelined(ComputedTogether):
             ConfigError: a cut is none of the blocks', or there are more or fewer than stages need.
         """
         count, stages, named = len(chain.blocks), self.stages, self.config.named
+        if self.world.part is not None:
+            named = self.world.part.plan["cuts"]  # those of the workers that it will join
         if named:
             for name in named:
                 if name not in chain.names[1:]:
@@ -192,6 +194,7 @@ class Pipelined(ComputedTogether):
     def _say(self, chain: Chain, cuts: Sequence[int], seconds: list[float]) -> None:
         begins = [chain.names[place] for place in cuts[:-1]]
         copies = self.mesh.data.size
+        self.plan = {"cuts": begins[1:]}
         words = f"pipeline of {self.stages} stages ({self.config.schedule}), which begin with {', '.join(begins)}"
         words += f", in {copies} copies" if copies > 1 else ""
         if seconds:
@@ -202,7 +205,6 @@ class Pipelined(ComputedTogether):
         elif self.config.cuts in (BY_LAYERS, BY_MEMORY):
             words += f" (cut by {self.config.cuts})"
         self.world.notes.append(words)
-        self.note_copies()
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
@@ -246,6 +248,17 @@ class Pipelined(ComputedTogether):
             self.waited_s += before - waited + end - through  # those that are through wait for the last one
         self.theory.append(order.bubble)
         return tally.outcome()
+
+    def _peers(self) -> list[int]:
+        """The ranks of the workers of this copy, by the number of each stage."""
+        return [*self.mesh.peers("pipe")] * self.config.per_worker
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Send to the stages of the copy that this worker is in now."""
+        peers = self._peers()
+        for stage in self.own:
+            stage.channel.meet(peers)
+        return super().meet(source, new=new, gone=gone)
 
     def _waited_s(self) -> float:
         return sum(stage.channel.waited_s for stage in self.own)

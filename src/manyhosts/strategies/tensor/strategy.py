@@ -87,7 +87,6 @@ class TensorParallel(ComputedTogether):
         copies = self.mesh.data.size
         over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
         self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
-        self.note_copies()
         self.parameters = list(model.parameters())
         return model
 

@@ -51,6 +51,10 @@ class FirstSteps:
         """Whether a step is still to be looked at."""
         self.stream_is_new = True
         """Whether no step has been taken since all workers began together."""
+        self.rate = 0.0
+        """The learning rate of the update that has just been made; 0 where the last step made none."""
+        self.asks_others = True
+        """Whether all workers have looked at the same steps, so that they can ask each other."""
         self._steps = 0
         self._gradient = 0.0
         self._before: dict[str, str] = {}
@@ -115,10 +119,11 @@ class FirstSteps:
             largest = torch.stack([each.detach().abs().amax().float() for each in own]).nan_to_num(nan=1.0)
             self._gradient = max(self._gradient, largest.amax().item())
 
-    def after_update(self, rate: float) -> None:
-        """The model has been changed, with this learning rate."""
+    def after_step(self) -> None:
+        """The step counts: from here on workers that are lost do not undo it."""
+        rate, self.rate = self.rate, 0.0
         if not rate:
-            return  # as at the beginning of a warm-up
+            return  # nothing was updated, or as at the beginning of a warm-up
         self._steps += 1
         if self._steps < LOOKS:
             return
@@ -173,6 +178,8 @@ class FirstSteps:
         """Whether there is `nothing` on any worker that holds a part of the model."""
         if self.parts.strategy.traits.holds_whole_model:
             return nothing
+        if not self.asks_others:
+            return False
         return not self.parts.world.any(not nothing)
 
     def _kept_beside(self) -> dict[str, object]:

@@ -24,6 +24,7 @@ from manyhosts.strategies.strategy import (
     Elastic,
     FixedParts,
     HandsOut,
+    InCopies,
     Piece,
     PreparesUpdate,
     StepOutcome,
@@ -215,7 +216,7 @@ class Stepper:
         if parts.own_step is None:  # which has made its updates itself
             self.step_optimizer()
         if looking:
-            self.first_steps.after_update(rate * parts.warmup.factor(done))
+            self.first_steps.rate = rate * parts.warmup.factor(done)
 
     def step_optimizer(self) -> None:
         """Have the strategy step the optimizer, and move the schedule."""
@@ -266,12 +267,14 @@ class Stepper:
         state.step += 1
         state.position, state.stream = step.after, step.stream
         self.at.end_step(ends_epoch=step.ends_epoch)
+        self.first_steps.after_step()
         if self.watcher is not None:
             self.watcher.steps(state.step)
 
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
         at, strategy = self.at, self.parts.strategy
+        self.first_steps.asks_others = False  # new workers do not know how many steps were looked at
         if at.under_way and not at.inconsistent and isinstance(strategy, Elastic):
             own_step = self.parts.own_step
             if not finished or own_step is not None or not strategy.whole:
@@ -280,8 +283,9 @@ class Stepper:
                 strategy.step_back()
                 if own_step is not None:
                     own_step.step_back()
-            elif isinstance(strategy, LocalUpdates) and at.taken is not None:
-                self.clip()
+            elif isinstance(strategy, LocalUpdates | InCopies) and at.taken is not None:
+                if isinstance(strategy, LocalUpdates):
+                    self.clip()
                 self.update()
                 self.call_callbacks(at.taken, updated=True)
                 self.count(at.taken)

@@ -21,6 +21,7 @@ from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
 from manyhosts.config.mesh import laid_out
 from manyhosts.config.settings import Settings
+from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.data import drawing, own_order, randomness
 from manyhosts.data.cut import Cut, CutBatches
 from manyhosts.data.data import Data, loss_of_first
@@ -252,7 +253,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
     settings = chosen.settings
-    settings = replace(settings, strategy=laid_out(settings.strategy, settings.mesh, world.size))
+    settings = replace(settings, strategy=_laid_out(settings, world))
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
         own_step.use(strategy, settings, world)
@@ -326,6 +327,14 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         own_step=own_step,
         objects={} if own_step is None else {"own loop": own_step},
     )
+
+
+def _laid_out(settings: Settings, world: World) -> Asked:
+    """What was asked for, with the sizes of the mesh. A worker that comes late knows how many make a copy."""
+    mesh = settings.mesh
+    if world.part is None:
+        return laid_out(settings.strategy, mesh, world.size)
+    return laid_out(settings.strategy, mesh and replace(mesh, replicate=0), world.part.parts)
 
 
 def _check_made(made: nn.Module, settings: Settings, world: World) -> None:

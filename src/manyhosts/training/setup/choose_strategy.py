@@ -63,7 +63,8 @@ def make_strategy(settings: Settings, world: World, auditor: Auditor | None = No
         )
     make = STRATEGIES.load(asked.name)
     _check_goes_with(settings, make.traits)
-    if world.size == 1 and not make.traits.survives_loss and not is_asynchronous(asked):
+    alone = world.size == 1 and world.part is None
+    if alone and not make.traits.holds_whole_model and not is_asynchronous(asked):
         return SingleProcess(world)  # others come with a new start of all
     return make(asked, world)
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from manyhosts.cluster.membership import Group
+from manyhosts.cluster.membership import Group, PartOfCopy
 from manyhosts.device import backend_for
 from manyhosts.elastic.work import NO_STATE, WorkerProgress
 from manyhosts.events import Event, RunStarted
-from manyhosts.strategies.strategy import Elastic
+from manyhosts.strategies.strategy import Elastic, InCopies
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.registry import TrainerState
@@ -34,9 +34,21 @@ def why_not_survive(parts: Parts) -> str:
     world = parts.world
     if world.backend != backend_for(world.device):
         return f"{world.backend} between GPUs does not tell which exchange was cut off"
-    if not parts.strategy.traits.survives_loss:
+    strategy = parts.strategy
+    if not strategy.traits.survives_loss:
         return "no worker holds the whole model"
+    if isinstance(strategy, InCopies):
+        if why := strategy.why_all_end():
+            return why
+        if parts.precision.scaler is not None:
+            return "under fp16 workers ask each other for overflows in the midst of an update"
     return ""
+
+
+def layout_of(parts: Parts) -> PartOfCopy | None:
+    """This worker's place, where several make one copy of the model and there are several copies."""
+    strategy = parts.strategy
+    return strategy.layout() if strategy.traits.survives_loss and isinstance(strategy, InCopies) else None
 
 
 class SharedTraining:
@@ -84,6 +96,7 @@ class SharedTraining:
     def stand_nowhere(self) -> None:
         """What this worker has of this training is of no use to others."""
         self.run.step = NO_STATE
+        self.loop.invalidate_state()
 
     def let_go(self) -> bool:
         """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
@@ -160,12 +173,15 @@ class SharedTraining:
 
     # State from one to the other.
 
-    def state(self) -> dict[str, Any]:
-        """All that is equal on all workers, and what a leader that is behind by a step has not told."""
+    def state(self, *, but_parts: bool = False) -> dict[str, Any]:
+        """All that is equal on all workers, and what a leader that is behind by a step has not told.
+
+        `but_parts`: without what workers with another part of the model have otherwise.
+        """
         recent = [event for event in told_by_all(self.records.remembered()) if event.step >= self.run.step]
         started = self.records.started
         return {
-            **self.provider.everything(),
+            **self.provider.everything(but_parts=but_parts),
             "stream": dict(self.run.stream),
             "started": None if started is None else dataclasses.asdict(started),
             "recent": [to_plain(event) for event in recent],  # more than a step no worker is ever behind
@@ -176,7 +192,8 @@ class SharedTraining:
         """Be where the worker is that gave `state`."""
         self.loop.invalidate_state()  # until all of it is here
         was_here = self.run.step != NO_STATE
-        self.provider.take_up(given, own=was_here and self.loop.exchanges)
+        has_own = self.loop.exchanges or not self.parts.strategy.traits.holds_whole_model
+        self.provider.take_up(given, own=was_here and has_own)
         seen: set[tuple[type[Event], int | None]] = {(type(each), each.step) for each in self.records.remembered()}
         if self.records.started is None and given["started"] is not None:
             self.records.started = RunStarted(**given["started"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Elastic
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.setup.trained_module import load_loss, loss_state
+from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
 from manyhosts.training.state.buffers import put_transient, transient
 from manyhosts.training.state.optimizer_state import by_name, load_by_name
 from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.sharded_state import TakenUp, put_cut
+from manyhosts.training.state.sharded_state import TakenUp, as_held, held, put_cut
 
 
 class TrainerState:
@@ -61,11 +61,11 @@ class TrainerState:
         self.group = membership.group
         return lost
 
-    def everything(self) -> dict[str, Any]:
-        """All of it; the tensors are those in use."""
+    def everything(self, *, but_parts: bool = False) -> dict[str, Any]:
+        """All of it; the tensors are those in use. `but_parts`: without what workers hold parts of."""
         strategy = self.parts.strategy
         return {
-            "kept": training_state_dict(self.parts),
+            "kept": _equal_everywhere(self.parts) if but_parts else given_to_copy(self.parts),
             "strategy": strategy.shared_state() if isinstance(strategy, Elastic) else {},
             "batch": self.parts.batch,
             "run": None if self.run is None else self.run.to_dict(),
@@ -77,12 +77,34 @@ class TrainerState:
         `own`: see `held.take_up`.
         """
         strategy = self.parts.strategy
-        take_up(self.parts, given["kept"], own=own)
+        take_up(self.parts, taken_from_copy(self.parts, given["kept"]), own=own)
         if isinstance(strategy, Elastic) and not own:
             strategy.take_shared(given["strategy"])
         self.parts.batch = given["batch"]
         if self.run is not None and given["run"] is not None:
             self.run.become(RunState.from_dict(given["run"], given.get("stream", {})))
+
+
+def given_to_copy(parts: Parts) -> dict[str, Any]:
+    """What `training_state_dict` gives, for a new worker: where tensors are cut, for one that has the same parts."""
+    state, strategy = training_state_dict(parts), parts.strategy
+    if strategy.traits.holds_whole_model:
+        return state
+    own: dict[str, Any] = held(state, strategy.holding)
+    own["buffers"] = {name: each for name, each in state["buffers"].items() if strategy.holding.holds(each)}
+    return own
+
+
+def taken_from_copy(parts: Parts, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `given_to_copy` gave, as `take_up` takes it."""
+    if parts.strategy.traits.holds_whole_model or "optimizer" not in given:
+        return given
+    names = names_kept(parts.trained)
+    by_names = {names[id(each)]: each for each in parts.trained.parameters()}
+    state = given["optimizer"].get("state", {})
+    like = {name: dict.fromkeys(kept, by_names.get(name)) for name, kept in state.items() if isinstance(kept, Mapping)}
+    own = {"optimizer": {"state": like}, "callbacks": parts.callbacks.state_dict()}
+    return cast(Mapping[str, Any], as_held(given, own, parts.strategy.holding))
 
 
 def share_optimizers(parts: Parts) -> None:
@@ -105,11 +127,18 @@ def training_state_dict(parts: Parts) -> dict[str, Any]:
         **weights_of(parts),
         "buffers": transient(parts.trained),
         "optimizer": by_name(parts.optimizer, parts.trained),
+        **_equal_everywhere(parts),
+        **({"callbacks": states} if (states := parts.callbacks.state_dict()) else {}),
+    }
+
+
+def _equal_everywhere(parts: Parts) -> dict[str, Any]:
+    """Of that what is equal on all workers, also where each has a part of the model."""
+    return {
         "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
         "random": {"torch": torch.get_rng_state()},
         "objects": {name: each.state_dict() for name, each in parts.objects.items()},
-        **({"callbacks": states} if (states := parts.callbacks.state_dict()) else {}),
     }
 
 

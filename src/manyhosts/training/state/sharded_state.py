@@ -26,6 +26,29 @@ def in_parts(state: Any, holding: Holding) -> Any:
     return state
 
 
+def held(state: Any, holding: Holding) -> Any:
+    """`state` with what lies in this worker's memory in the place of each tensor, for one that has the same parts."""
+    if isinstance(state, Tensor):
+        return holding.local(state)
+    if isinstance(state, Mapping):
+        return {key: held(value, holding) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(held(value, holding) for value in state)
+    return state
+
+
+def as_held(given: Any, own: Any, holding: Holding) -> Any:
+    """What `held` gave on such a worker, each tensor cut as the one in its place in `own` is, where there is one."""
+    if isinstance(given, Mapping):
+        return {
+            key: as_held(value, own.get(key) if isinstance(own, Mapping) else None, holding)
+            for key, value in given.items()
+        }
+    if isinstance(given, Tensor) and isinstance(own, Tensor) and holding.local(own).shape == given.shape:
+        return holding.like(own, given)
+    return given
+
+
 class TakenUp(Mapping[str, Any]):
     """What a snapshot keeps, each tensor cut as this worker holds it: read when it is asked for, value by value.
 

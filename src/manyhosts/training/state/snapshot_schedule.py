@@ -326,7 +326,7 @@ class SnapshotSchedule:
             loaded = load(self.store.folder / f"step-{step:08d}", self.parts.fits())
         except (SnapshotError, OSError):
             return False
-        take_up(self.parts, loaded.state)
+        take_up(self.parts, state_of(loaded, self.parts))
         self.saved_at = step
         return True
 

@@ -15,6 +15,7 @@ from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.training import reached, total_steps
 from manyhosts.training.setup.build import Parts, counted_workers
+from manyhosts.training.state.recovery import layout_of
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.run_log import RunLog
 
@@ -70,14 +71,25 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
             )
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
-    if why_not_survive and world.membership is not None:
-        found.append(
-            f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"
-        )
+    found += about_loss(parts, why_not_survive)
     if is_resumed and (reached(loop.limit, loop.after_step.now()) or loop.state.ended):
         why = loop.state.ended or f"{loop.state.step} steps are done, and {loop.limit} asked for"
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
+
+
+def about_loss(parts: Parts, why_not_survive: str) -> list[str]:
+    """What a lost worker costs, where that is more than its own work."""
+    if parts.world.membership is None:
+        return []
+    if why_not_survive:
+        return [f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"]
+    if (layout := layout_of(parts)) is None:
+        return []
+    return [
+        f"the model is in {parts.strategy.mesh.size('replicate')} copies of {layout.parts} workers: if a worker is "
+        "lost, training continues in the other copies, and its own waits for the worker that takes its place"
+    ]
 
 
 def about_batch(parts: Parts) -> list[str]:

@@ -24,6 +24,15 @@ class ParameterServer:
     worker is ahead: each step is one update by the gradient of its whole batch, as in data parallelism."""
     servers: int | None = None
     """Into how many parts the parameters are cut, each kept by a server. None: one for each worker."""
+    look_ahead: bool = True
+    """Whether a worker that pulls is given the values that the pushes under way are expected to make, in place of the
+    newest: each adds what the last update did. Its gradient is then about one of the values that it will change."""
+    compression: str = "none"
+    """How pushed gradients are made smaller: `none`, `fp16`, `bf16` or `int8`."""
+    error_feedback: bool = True
+    """Whether a worker keeps what a compression drops, and adds it to the next gradient that it pushes."""
+    compress_above: int = 1024
+    """Tensors with fewer elements (biases, norms) are pushed uncompressed."""
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="ParameterServer.")

@@ -158,7 +158,7 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, Pipeline | Tensor | ParameterServer | Hogwild):
+    if isinstance(strategy, Pipeline | Tensor):
         raise ConfigError(
             f"a plan does not know yet what strategy {strategy.name!r} takes",
             where=f"strategy={strategy.name!r}",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from manyhosts.config.asynchronous import Hogwild, ParameterServer
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.config.strategies import DDP, Single, Strategy, cutting
 from manyhosts.planner.catalog import Machines
@@ -131,6 +132,8 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
             )
             for each in cutting(own)
         ]
+    if isinstance(own, ParameterServer | Hogwild):  # of its own wish alone: it trains another way
+        found.append(_way(own, getattr(own, "compression", "none")))
     return [*found, _way(local), _way(diloco)]
 
 

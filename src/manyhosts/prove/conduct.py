@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 VARIABLE = "MANYHOSTS_PROVE"
+UNTRIED = "could not be tried, because "
+"""How the refusal of a trial begins that says nothing against the script."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from manyhosts.config.strategies import BY_NAME
 from manyhosts.errors import ManyhostsError
 from manyhosts.prove import compare
 from manyhosts.prove.causes import LOCAL, find
 from manyhosts.prove.compare import FLOAT32, FLOAT32_ALONE, FLOAT64, Comparison, Departure, Tolerance, amount_in_words
+from manyhosts.prove.conduct import UNTRIED
 from manyhosts.prove.experiments import Cause, Experimented
 from manyhosts.prove.trace import Trace
 from manyhosts.prove.trials import Setup, Trial, Trials, resuming_workers
@@ -346,8 +348,22 @@ def _broke_off(promise: str, trial: Trial) -> Verdict:
 def _does_not_run(promise: str, trial: Trial) -> Verdict:
     error: ManyhostsError | None = trial.error
     assert error is not None, "called for a trial that has failed"
+    if is_untried(trial):
+        return Verdict(promise=promise, status="not judged", note=f"with {trial.setup} it {error.what}; {error.fix}")
     cause = Cause("does not run", error.what, error.fix, evidence=error.where)
     return Verdict(promise=promise, status="fails", where=f"with {trial.setup} it does not run", cause=cause)
+
+
+def is_untried(trial: Trial) -> bool:
+    """Whether a trial was refused for what it cannot look at, and not for what the script does."""
+    return trial.error is not None and trial.error.what.startswith(UNTRIED)
+
+
+def given_up(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The promises that the strategy of a run does not keep, by its design."""
+    words = dict(settings.get("strategy", {}))
+    kind = BY_NAME.get(str(words.pop("name", "")))
+    return getattr(kind(**words), "gives_up", ()) if kind is not None and hasattr(kind, "gives_up") else ()
 
 
 def _plain(promise: str, why: str) -> Verdict:

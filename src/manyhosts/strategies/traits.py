@@ -26,23 +26,23 @@ class Traits:
     computes_fixed_parts: bool = False
     """Whether each batch is cut into parts that do not depend on the number of workers. Then it has those of
     `FixedParts`."""
+    takes_sparse_gradients: bool = False
+    """Whether the workers exchange gradients of `torch.nn.Embedding(sparse=True)` as the rows that they are."""
 
+
+_IN_STAGES = Traits(communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False)
 
 TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
     "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
-    "pipeline": Traits(
-        communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
-    ),
-    "pipedream": Traits(
-        communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
-    ),
+    "pipeline": _IN_STAGES,
+    "pipedream": _IN_STAGES,
     "tensor": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),
     "diloco": Traits(synchronous=False),
-    "parameter-server": Traits(),
+    "parameter-server": Traits(takes_sparse_gradients=True),
     "hogwild": Traits(),
 }
 """By the name of the strategy, as settings have it; `virtual` is `ddp` with virtual workers."""

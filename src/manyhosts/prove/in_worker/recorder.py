@@ -14,7 +14,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
 from manyhosts.errors import ConfigError
-from manyhosts.prove.conduct import TrialConfig
+from manyhosts.prove.conduct import UNTRIED, TrialConfig
 from manyhosts.prove.in_worker import plain
 from manyhosts.prove.in_worker.calm import RemoveNondeterminism
 from manyhosts.prove.in_worker.experiments import Experiments, fetcher_of
@@ -52,7 +52,7 @@ class Recorder(Watcher):
         """
         if any(each.is_meta for each in parts.trained.parameters()):
             raise ConfigError(
-                "prove compares every tensor on every worker, and a stage of a pipeline has its own alone",
+                f"{UNTRIED}prove compares every tensor on every worker, and a stage of a pipeline has its own alone",
                 where=f"strategy={settings.strategy.name!r}",
                 fix="try the script with --set strategy=ddp: a pipeline is to give the same bits",
             )

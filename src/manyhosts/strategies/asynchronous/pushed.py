@@ -82,7 +82,8 @@ class Gradients:
             nonlocal begin
             size = torch.Size(shape).numel() * dtype.itemsize
             begin += size
-            return payload[begin - size : begin].clone().view(dtype).view(*shape)  # at an address fit for its dtype
+            part = payload[begin - size : begin].clone()  # at an address fit for its dtype
+            return part.view(dtype).view(torch.Size(shape))
 
         found: list[Tensor | None] = []
         for (form, count), parameter in zip(read((len(like), 2), torch.int64).tolist(), like, strict=True):
@@ -93,7 +94,9 @@ class Gradients:
             shape = parameter.shape if rows is None else (count, *parameter.shape[1:])
             values = self._decoded(read, shape, parameter) if form & _CODED else read(shape, parameter.dtype)
             if rows is not None and form & _SPARSE:
-                values = torch.sparse_coo_tensor(rows[None], values, parameter.shape, is_coalesced=True)
+                values = torch.sparse_coo_tensor(
+                    rows[None], values, parameter.shape, check_invariants=False, is_coalesced=True
+                )
             elif rows is not None:
                 values = torch.zeros_like(parameter).index_copy_(0, rows, values)
             found.append(values)
@@ -106,7 +109,7 @@ class Gradients:
         )
         wire = read((1, self.way.codec.encode(torch.zeros_like(row)).shape[1]), torch.uint8)
         decoded: Tensor = self.way.codec.decode(wire, row)
-        return decoded[0, :count].view(*shape).to(parameter.dtype)
+        return decoded[0, :count].view(torch.Size(shape)).to(parameter.dtype)
 
 
 def _touched(gradient: Tensor) -> tuple[Tensor | None, Tensor]:

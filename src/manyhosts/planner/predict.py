@@ -212,6 +212,8 @@ def _why_not(measured: Measured, machines: Machines, group: Group, memory: Memor
     parts = measured.virtual_workers
     if parts is not None and group.workers > parts:
         return f"{group.workers} workers share {parts} virtual ones, and each needs one"
+    if way.strategy == Hogwild.name and group.nodes > 1:
+        return f"strategy {way.strategy!r} shares the memory of one host"
     if group.workers % way.shard:
         return f"{group.workers} workers cannot share copies of the model among {way.shard} each"
     if group.nodes > 1 and group.workers_per_node % way.shard and way.shard % group.workers_per_node:

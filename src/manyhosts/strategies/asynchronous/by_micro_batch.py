@@ -24,6 +24,7 @@ class ByMicroBatch(MeetsAtSteps):
     def __init__(self, config: Any, world: World) -> None:
         super().__init__(config, world)
         self.taken: Callable[[int], None] = lambda _: None
+        self.computed: list[int] = []
         self._desk: RequestHandler | None = None
         self._before: list[Tensor] = []
         """What the parameters are between two steps, while a step is under way."""
@@ -42,7 +43,7 @@ class ByMicroBatch(MeetsAtSteps):
         hand_out = HandOut(len(pieces), world.size, bound) if world.rank == LEADER else None
         self._desk = desk = RequestHandler(served, hand_out, self.side)
         desk.open()
-        asks, computed = Asks(desk, world.rank, sizes), list[int]()
+        asks, self.computed = Asks(desk, world.rank, sizes), []
         while (number := asks.take()) >= 0:
             self.taken(number)
             self.pull(asks)
@@ -52,13 +53,13 @@ class ByMicroBatch(MeetsAtSteps):
             values["loss"].backward()  # of the mean over the micro-batch
             self.push(asks)
             asks.pushed()
-            computed.append(number)
+            self.computed.append(number)
             handed_out = pieces[: hand_out.taken] if hand_out is not None else ()
-            own = sum(pieces[number].samples for number in computed)
+            own = sum(pieces[number].samples for number in self.computed)
             self.tried = own, sum(piece.samples for piece in handed_out)
         asks.end()
         desk.close()
-        found = self.end(served, len(computed), [0] * world.size if hand_out is None else hand_out.most_ahead)
+        found = self.end(served, [0] * world.size if hand_out is None else hand_out.most_ahead)
         world.wait(tally.start_sum())  # last: who has it knows that every worker has all
         outcome = tally.outcome()
         outcome.values = {**outcome.values, **found, **self.lost_values}
@@ -80,12 +81,10 @@ class ByMicroBatch(MeetsAtSteps):
         """Make an update by the gradients of now."""
 
     @abstractmethod
-    def end(self, served: Served, computed: int, ahead: Sequence[int]) -> dict[str, Tensor]:
+    def end(self, served: Served, ahead: Sequence[int]) -> dict[str, Tensor]:
         """Have what came of all updates, in `_after`, and the parameters as before the step.
 
-        `computed`: micro-batches of this worker; `ahead`: see `HandOut.most_ahead`, of the leader alone.
-
-        Returns what is logged.
+        `ahead`: see `HandOut.most_ahead`, of the leader alone. Returns what is logged.
         """
 
     def norm(self, model: nn.Module) -> Tensor:

@@ -109,12 +109,12 @@ class SharedMemory(ByMicroBatch):
         """Change them."""
         self.optimizer.step()
 
-    def end(self, served: Served, computed: int, ahead: Sequence[int]) -> dict[str, Tensor]:
+    def end(self, served: Served, ahead: Sequence[int]) -> dict[str, Tensor]:
         """See `ByMicroBatch.end`. What is logged is who computed how many micro-batches."""
         self.world.barrier()  # no worker changes them any more
         self._after = [each.clone() for each in self._shared], [{} for _ in self._shared]
         self.leave()
-        found = self.world.stack(torch.tensor([computed], dtype=torch.float64))
+        found = self.world.stack(torch.tensor([len(self.computed)], dtype=torch.float64))
         return {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}
 
 

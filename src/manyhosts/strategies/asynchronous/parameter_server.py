@@ -205,7 +205,7 @@ class Asynchronous(Servers, ByMicroBatch):
             )
         )
 
-    def end(self, served: Served, computed: int, ahead: Sequence[int]) -> dict[str, Tensor]:
+    def end(self, served: Served, ahead: Sequence[int]) -> dict[str, Tensor]:
         """See `ByMicroBatch.end`. What is logged is how stale the gradients were, and who was how far ahead."""
         if self.side is not None:
             self.world.count_sent(self.side.uncounted())
@@ -213,7 +213,7 @@ class Asynchronous(Servers, ByMicroBatch):
         self._after = self.of_all(served)
         self.leave()
         stale = self._stale
-        own = [computed, sum(stale) / max(computed, 1), max(stale, default=0)]
+        own = [len(stale), sum(stale) / max(len(stale), 1), max(stale, default=0)]
         return measured(self.world.stack(torch.tensor([*own, *ahead], dtype=torch.float64)))
 
 

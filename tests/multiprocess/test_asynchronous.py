@@ -12,6 +12,7 @@ from ranks import run_ranks
 from runs import Recipe, make_trainer, samples_by_step, step_lines
 
 import manyhosts as mh
+from manyhosts.communication.side_group import SideGroup
 
 pytestmark = pytest.mark.multiprocess
 
@@ -105,3 +106,42 @@ def test_hogwild_trains_one_model_in_shared_memory(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0] < 2.2
     assert_each_once(tmp_path, epochs=3)
+
+
+WORDS = 20_000
+
+
+def train_embedding(rank: int, strategy: mh.ParameterServer, folder: Path) -> dict[str, Any]:
+    """Returns the weights, and the bytes that this worker has pushed."""
+    sent, send = [0], SideGroup.send
+
+    def counted(self: SideGroup, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
+        sent[0] += tensor.nbytes * (tag != 2)  # replies are what others pull
+        send(self, tensor, to, tag)
+
+    SideGroup.send = counted  # type: ignore[method-assign]
+    draw = torch.Generator().manual_seed(0)
+    words, labels = torch.randint(WORDS, (64, 5), generator=draw), torch.randint(4, (64,), generator=draw)
+    trainer = mh.Trainer(
+        model=lambda: torch.nn.EmbeddingBag(WORDS, 4, sparse=True),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda params: torch.optim.SparseAdam(params, lr=0.01),
+        data=mh.Data(train=torch.utils.data.TensorDataset(words, labels), batch_size=16),
+        micro_batch_size=4,
+        strategy=strategy,
+        run_dir=folder,
+    )
+    trainer.fit("4 steps")
+    return {"weight": trainer.model.state_dict()["weight"].clone(), "pushed": sent[0]}
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_of_a_sparse_embedding_the_touched_rows_alone_are_pushed(staleness: int | None, tmp_path: Path) -> None:
+    strategy = mh.ParameterServer(staleness=staleness)
+    found = run_ranks(2, train_embedding, strategy, tmp_path / "two")
+    assert torch.equal(found[0]["weight"], found[1]["weight"])
+    rows = 64 * 5  # that all micro-batches touch at most, of one worker that pushes all to the other
+    assert 0 < found[1]["pushed"] < rows * (8 + 4 * 4) + 16 * 200
+    if staleness == 0:
+        [alone] = run_ranks(1, train_embedding, strategy, tmp_path / "one")
+        torch.testing.assert_close(found[0]["weight"], alone["weight"], rtol=1e-5, atol=1e-7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from preloaded import descendants
 from prove_faults import FAULTS
 from prove_scripts import BROKEN, RIGHT, Script
 
+from manyhosts.cli.prove_screen import print_proof
 from manyhosts.errors import ConfigError, ScriptError
 from manyhosts.prove.prove import Proof, prove
 from manyhosts.prove.trials import Asked, make_stage
@@ -136,15 +138,37 @@ def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: LocalTria
         proof_of(Script('fit(loss=nn.CrossEntropyLoss(reduction="sum"))'), tmp_path, stage)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "why"), [("single", "there are 2 workers"), ("pipeline", "a stage of a pipeline has its own alone")]
-)
-def test_a_refusal_on_two_workers_is_told_as_it_is(
-    strategy: str, why: str, tmp_path: Path, stage: LocalTrialRunner
-) -> None:
-    (verdict,) = proof_of(Script(f"fit(strategy={strategy!r})", "workers"), tmp_path, stage).verdicts
+def test_a_refusal_on_two_workers_is_told_as_it_is(tmp_path: Path, stage: LocalTrialRunner) -> None:
+    (verdict,) = proof_of(Script("fit(strategy='single')", "workers"), tmp_path, stage).verdicts
     assert verdict.cause is not None
-    assert why in verdict.cause.what
+    assert "there are 2 workers" in verdict.cause.what
+
+
+@pytest.mark.parametrize("strategy", ["mh.Pipeline()", "mh.PipeDream(versions='all')"])
+def test_what_cannot_be_looked_at_is_untried_and_not_broken(
+    strategy: str, tmp_path: Path, stage: LocalTrialRunner
+) -> None:
+    script = Script(f"fit(strategy={strategy}, micro_batch_size=4)", "ranks")
+    proof = proof_of(script, tmp_path, stage)
+    (verdict,) = proof.verdicts
+    assert (verdict.status, verdict.cause) == ("not judged", None)
+    assert verdict.note.startswith("with 2 workers it could not be tried, because ")
+    assert "a stage of a pipeline has its own alone" in verdict.note
+    assert not proof.holds, "it was asked for by name"
+
+
+def test_promises_that_a_strategy_gives_up_are_named_and_not_held_against_the_script(
+    tmp_path: Path, stage: LocalTrialRunner
+) -> None:
+    proof = proof_of(Script("fit(strategy=mh.ParameterServer(), micro_batch_size=4)"), tmp_path, stage)
+    found = {verdict.promise: verdict for verdict in proof.verdicts}
+    assert proof.given_up == ("workers", "micro", "resume")
+    assert all("does not keep this" in found[name].note for name in proof.given_up)
+    assert (found["samples"].status, found["ranks"].status) == ("holds", "holds"), found
+    assert proof.holds
+    screen = io.StringIO()
+    print_proof(proof, screen)
+    assert "does not keep: workers, micro, resume" in " ".join(screen.getvalue().split())
 
 
 def test_a_script_without_a_trainer_is_counted_by_its_optimizer(tmp_path: Path, stage: LocalTrialRunner) -> None:

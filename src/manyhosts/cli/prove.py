@@ -125,6 +125,10 @@ def print_proof(proof: Proof, stream: TextIO) -> None:
     lines = [f"{proof.asked.script}: {proof.trials} trials of {proof.asked.steps} steps, "
              f"{seconds_in_words(proof.seconds)}", ""]  # fmt: skip
     lines += busy(proof, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1)
+    if lost := [verdict.promise for verdict in proof.verdicts if verdict.promise in proof.given_up]:
+        asked = ", ".join(verdict.promise for verdict in proof.verdicts)
+        text = f"asked for: {asked}; of these the script's strategy does not keep: {', '.join(lost)}"
+        lines += [*textwrap.wrap(text, _WIDTH - 2, initial_indent=" ", subsequent_indent=" "), ""]
     for verdict in proof.verdicts:
         lines += _line(verdict, PROMISES[verdict.promise][0].format(workers=counted), colour=colour)
     for verdict in proof.verdicts:

@@ -7,6 +7,13 @@ from typing import Any, ClassVar
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
+
+GIVEN_UP = ("workers", "micro", "resume")
+"""What does not hold where updates come in the order of a clock: the same answer on any number of workers, with other
+micro-batches, or a second time."""
+PUSHED = ("none", "fp16", "bf16", "int8")
+"""The compressions of what is pushed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,15 +25,32 @@ class ParameterServer:
     """
 
     name: ClassVar[str] = "parameter-server"
+    in_step: ClassVar[str] = "ParameterServer(staleness=0)"
 
     staleness: int | None = None
     """How many micro-batches a worker may be ahead of the slowest one that still computes. None: any number; 0: no
     worker is ahead: each step is one update by the gradient of its entire batch, as in data parallelism."""
     servers: int | None = None
     """Into how many parts the parameters are cut, each kept by a server. None: one for each worker."""
+    look_ahead: bool = True
+    """Whether a worker that pulls is given the values that the pushes under way are expected to make, in place of the
+    newest: each adds what the last update did. Its gradient is then about one of the values that it will change."""
+    compression: str = "none"
+    """How pushed gradients are made smaller: `none`, `fp16`, `bf16` or `int8`."""
+    error_feedback: bool = True
+    """Whether a worker keeps what a compression drops, and adds it to the next gradient that it pushes."""
+    compress_above: int = 1024
+    """Tensors with fewer elements (biases, norms) are pushed uncompressed."""
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="ParameterServer.")
+        if self.compression not in PUSHED:
+            raise ConfigError(
+                f"compression is {self.compression!r}, and a push goes from one worker to one other, number by number: "
+                "what takes all workers or entire matrices does not fit",
+                where="ParameterServer(compression=…)",
+                fix=f"{nearest(self.compression, PUSHED)}choose one of {', '.join(PUSHED)}",
+            )
         if self.staleness is not None and self.staleness < 0:
             raise ConfigError(
                 f"staleness is {self.staleness}, and no worker can be fewer than 0 micro-batches ahead",
@@ -45,9 +69,10 @@ class ParameterServer:
         """Whether each micro-batch is an update of its own."""
         return self.staleness != 0
 
-    def check_goes_with(self, settings: Any) -> None:
-        """Refuse what cannot be combined with it; see `check_asynchronous`."""
-        check_asynchronous(self, settings)
+    @property
+    def gives_up(self) -> tuple[str, ...]:
+        """The promises that it does not keep: see `prove.promises`."""
+        return GIVEN_UP if self.is_asynchronous else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +84,18 @@ class Hogwild:
     """
 
     name: ClassVar[str] = "hogwild"
+    in_step: ClassVar[str] = ParameterServer.in_step
+    gives_up: ClassVar[tuple[str, ...]] = GIVEN_UP
     is_asynchronous: ClassVar[bool] = True
 
-    def check_goes_with(self, settings: Any) -> None:
-        """Refuse what cannot be combined with it; see `check_asynchronous`."""
-        check_asynchronous(self, settings)
 
-
-def check_asynchronous(strategy: ParameterServer | Hogwild, settings: Any) -> None:
-    """Refuse what such a strategy cannot do.
+def check_asynchronous(strategy: Any, settings: Any) -> None:
+    """Refuse what a strategy cannot do of which a step is many updates, or one by servers.
 
     Raises:
         ConfigError: `settings` ask for it.
     """
-    name = strategy.name
+    name, many = strategy.name, "a step is many updates"
     refused: list[tuple[bool, str, str, str]] = [
         (
             settings.precision == "fp16",
@@ -88,46 +111,45 @@ def check_asynchronous(strategy: ParameterServer | Hogwild, settings: Any) -> No
         ),
         (settings.compile, "compile", "a compiled model was not tried with it", "leave compile out"),
     ]
-    each = "each micro-batch is an update of its own"
     if strategy.is_asynchronous:
         refused += [
             (
                 settings.micro_batch_size is None,
                 "micro_batch_size",
-                f"with strategy {name!r} {each}, and nothing says how many samples that are",
+                f"with strategy {name!r} {many}, and nothing says how many samples a micro-batch has",
                 "give micro_batch_size: batch_size is what is trained on between two meetings of all workers",
             ),
             (
                 settings.clip_gradients is not None,
                 "clip_gradients",
-                f"{each}, whose gradient no worker but one has seen",
-                "leave clip_gradients out, or choose ParameterServer(staleness=0)",
+                f"{many}, and to know the norm of the entire gradient of one its workers would have to wait for others",
+                f"leave clip_gradients out, or choose {strategy.in_step}",
             ),
             (
                 settings.warmup is not None,
                 "warmup",
-                f"{each}, and the learning rate moves on only when all meet",
+                f"{many}, and the learning rate moves on only when all meet",
                 "leave warmup out, or give a schedule, which moves with every meeting",
             ),
             (
                 settings.balance == "speed",
                 "balance",
-                "micro-batches go to whichever worker is free, so shares follow speed already",
-                "leave balance out",
+                "no worker has a share of a batch that could follow its speed",
+                "leave balance out: a free worker takes the next micro-batch, and stages are cut by measured time",
             ),
             (
                 settings.on_bad_step in ("skip", "rewind"),
                 "on_bad_step",
-                f"{each}, and others have built on a bad one when it is found",
+                f"{many}, and workers have built on a bad one when it is found",
                 'leave it out, or use on_bad_step="stop"',
             ),
             (
                 settings.batch_size_per_worker is not None,
                 "batch_size_per_worker",
-                "micro-batches go to whichever worker is free, so it is not known how many samples a worker has",
+                "a batch is what all train on between two meetings, and no worker has a fixed part of it",
                 "give batch_size",
             ),
         ]
     for is_asked, where, what, fix in refused:
         if is_asked:
-            raise ConfigError(f"{what}", where=f"{where}, with strategy={name!r}", fix=fix)
+            raise ConfigError(what, where=f"{where}, with strategy={name!r}", fix=fix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.errors import ConfigError
@@ -21,6 +21,7 @@ class PipeDream(Pipeline):
     """
 
     name: ClassVar[str] = "pipedream"
+    in_step: ClassVar[str] = 'strategy="pipeline"'
     is_asynchronous: ClassVar[bool] = True
 
     versions: Literal["two", "all", "one"] = "two"
@@ -51,6 +52,11 @@ class PipeDream(Pipeline):
                 fix='leave schedule out, or use strategy="pipeline"',
             )
 
+    @property
+    def gives_up(self) -> tuple[str, ...]:
+        """The promises that it does not keep: see `prove.promises`. Two versions are the same ones on every stage."""
+        return ("micro",) if self.versions == "two" else ("workers", "micro")
+
     def most_versions(self, stage: int, stages: int) -> int:
         """How many versions of its weights a stage keeps at a time, the newest among them."""
         if self.versions == "all":
@@ -70,64 +76,3 @@ class PipeDream(Pipeline):
                 where="PipeDream(accumulate=…)",
                 fix=f'set accumulate={stages - 1} or more, or versions="all"',
             )
-
-    def check_goes_with(self, settings: Any) -> None:
-        """Refuse what stages that update their weights by themselves cannot do.
-
-        Raises:
-            ConfigError: `settings` ask for it.
-        """
-        refused: list[tuple[bool, str, str, str]] = [
-            (
-                settings.precision == "fp16",
-                "precision",
-                "fp16 scales the loss, and the scale of one step would meet gradients of another",
-                'set precision="bf16" or "fp32"',
-            ),
-            (
-                settings.virtual_workers is not None,
-                "virtual_workers",
-                "stages cut the model, which virtual workers hold in full",
-                'leave virtual_workers out, or choose "ddp"',
-            ),
-            (settings.compile, "compile", "a stage computes some blocks of the model alone", "leave compile out"),
-            (
-                settings.micro_batch_size is None,
-                "micro_batch_size",
-                "stages compute different micro-batches at a time, and nothing says how many samples one has",
-                "give micro_batch_size: batch_size is what is trained on between two meetings of all stages",
-            ),
-            (
-                settings.clip_gradients is not None,
-                "clip_gradients",
-                "a stage would have to wait for all others at each update to know the norm of the full gradient",
-                'leave clip_gradients out, or use strategy="pipeline"',
-            ),
-            (
-                settings.warmup is not None,
-                "warmup",
-                "a step is many updates, and the learning rate moves on only when all meet",
-                "leave warmup out, or give a schedule, which moves with every meeting",
-            ),
-            (
-                settings.balance == "speed",
-                "balance",
-                "all stages compute the same samples, each in blocks of its own",
-                "leave balance out: the model is cut by measured time",
-            ),
-            (
-                settings.on_bad_step in ("skip", "rewind"),
-                "on_bad_step",
-                "a step is many updates, and stages have built on a bad one when it is found",
-                'leave it out, or use on_bad_step="stop"',
-            ),
-            (
-                settings.batch_size_per_worker is not None,
-                "batch_size_per_worker",
-                "a batch is what is trained on between two meetings, and passes through all stages",
-                "give batch_size",
-            ),
-        ]
-        for is_asked, where, what, fix in refused:
-            if is_asked:
-                raise ConfigError(what, where=f"{where}, with strategy={self.name!r}", fix=fix)

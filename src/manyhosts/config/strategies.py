@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from manyhosts.config.arguments import OF_DDP, answering
-from manyhosts.config.asynchronous import Hogwild, ParameterServer
+from manyhosts.config.asynchronous import Hogwild, ParameterServer, check_asynchronous
 from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
@@ -134,7 +134,7 @@ def check_goes_with(strategy: Strategy, settings: Any) -> None:
     """
     _check_axes(strategy, settings.mesh)
     if isinstance(strategy, ParameterServer | Hogwild | PipeDream):
-        strategy.check_goes_with(settings)
+        check_asynchronous(strategy, settings)
     elif isinstance(strategy, FSDP | Pipeline):
         strategy.check_precision(settings.precision)
 
@@ -163,7 +163,7 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, Pipeline | Tensor | ParameterServer | Hogwild):
+    if isinstance(strategy, Pipeline | Tensor):
         raise ConfigError(
             f"a plan does not know yet what strategy {strategy.name!r} takes",
             where=f"strategy={strategy.name!r}",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from manyhosts.config.asynchronous import Hogwild, ParameterServer
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.config.strategies import DDP, Single, Strategy, cutting
 from manyhosts.planner.catalog import Machines
@@ -131,6 +132,8 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
             )
             for each in cutting(own)
         ]
+    if isinstance(own, ParameterServer | Hogwild):  # of its own wish alone: it trains another way
+        found.append(_way(own, getattr(own, "compression", "none")))
     return [*found, _way(local), _way(diloco)]
 
 
@@ -209,6 +212,8 @@ def _why_not(measured: Measured, machines: Machines, group: Group, memory: Memor
     parts = measured.virtual_workers
     if parts is not None and group.workers > parts:
         return f"{group.workers} workers share {parts} virtual ones, and each needs one"
+    if way.strategy == Hogwild.name and group.nodes > 1:
+        return f"strategy {way.strategy!r} shares the memory of one host"
     if group.workers % way.shard:
         return f"{group.workers} workers cannot share copies of the model among {way.shard} each"
     if group.nodes > 1 and group.workers_per_node % way.shard and way.shard % group.workers_per_node:

@@ -38,7 +38,7 @@ class Recommendation:
     next: Prediction | None
     """The fastest of another size or way; None where there is none."""
     otherwise: Prediction | None
-    """One that is faster because workers step alone between exchanges, which trains another way; None where none is."""
+    """One that is faster because workers do not wait for each other in each step, and trains another way."""
     up: Prediction | None
     """The best on one machine with several workers."""
     out: Prediction | None
@@ -172,9 +172,11 @@ def _otherwise(best: Prediction, alone: Prediction | None) -> str:
     if alone is None:
         return ""
     times = best.epoch_seconds / alone.epoch_seconds
+    steps_alone = alone.strategy in ("local-sgd", "diloco")
+    how = "step alone between exchanges" if steps_alone else "do not wait for each other's updates"
     return (
-        f"{name_of(alone)} would be {times:.2g} times as fast, but its workers step alone between exchanges: what is "
-        "learned in an epoch is another thing, and has to be tried."
+        f"{name_of(alone)} would be {times:.2g} times as fast, but its workers {how}: what is learned in an epoch is "
+        "another thing, and has to be tried."
     )
 
 

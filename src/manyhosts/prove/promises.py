@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from manyhosts.config.strategies import BY_NAME
 from manyhosts.errors import ManyhostsError
 from manyhosts.prove import compare
 from manyhosts.prove.causes import LOCAL, find
@@ -400,7 +401,7 @@ def _does_not_run(promise: str, trial: Trial) -> Verdict:
     error: ManyhostsError | None = trial.error
     assert error is not None, "called for a trial that has failed"
     if trial.trace.untried or promise not in ("workers", "micro"):
-        note = f"with {trial.setup} it could not be tried, because {trial.trace.untried or error.what}"
+        note = f"with {trial.setup} it could not be tried, because {trial.trace.untried or error.what}; {error.fix}"
         return Verdict(promise=promise, status="not judged", note=note)
     return _refused(promise, trial, error)
 
@@ -408,6 +409,13 @@ def _does_not_run(promise: str, trial: Trial) -> Verdict:
 def _refused(promise: str, trial: Trial, error: ManyhostsError) -> Verdict:
     cause = Cause("does not run", error.what, error.fix, evidence=error.where)
     return Verdict(promise=promise, status="fails", where=f"with {trial.setup} it does not run", cause=cause)
+
+
+def given_up(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The promises that the strategy of a run does not keep, by its design."""
+    words = dict(settings.get("strategy", {}))
+    kind = BY_NAME.get(str(words.pop("name", "")))
+    return getattr(kind(**words), "gives_up", ()) if kind is not None and hasattr(kind, "gives_up") else ()
 
 
 def _plain(promise: str, why: str) -> Verdict:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.prove.promises import PROMISES, Verdict
+from manyhosts.prove.promises import PROMISES, Verdict, given_up
 from manyhosts.prove.trials import Asked, Setup, Trials, make_stage
 from manyhosts.trials.forked import LocalTrialRunner
+
+NOT_KEPT = "the strategy does not keep this, by its design; asked for by name it is tried"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +26,9 @@ class Proof:
     verdicts: tuple[Verdict, ...]
     trials: int
     seconds: float
+    given_up: tuple[str, ...] = ()
+    """The promises that the script's strategy does not keep, by its design: those are tried only where they are asked
+    for by name."""
 
     @property
     def holds(self) -> bool:
@@ -40,6 +45,8 @@ class Proof:
             "workers": self.asked.workers,
             "steps": self.asked.steps,
             "holds": self.holds,
+            "asked": list(names(self.asked)),
+            "given_up": list(self.given_up),
             "promises": [verdict.to_json() for verdict in self.verdicts],
             "trials": self.trials,
             "seconds": round(self.seconds, 1),
@@ -69,13 +76,20 @@ def prove(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | N
             stack.callback(stage.close)
         trials = Trials(asked, Path(folder), stage, tell)
         first = trials.run(Setup(workers=asked.workers[0]))
-        if first.error is not None:
+        if first.error is not None and not first.trace.untried:
             raise first.error
-        if not first.trace.steps:
+        if not first.trace.steps and first.error is None:
             raise ConfigError(
                 "the script ends without an optimizer step, so there is nothing to compare",
                 where=asked.script,
                 fix="name the script that trains, with the arguments that make it train",
             )
-        verdicts = tuple(PROMISES[name][1](trials) for name in names(asked))
-        return Proof(asked=asked, verdicts=verdicts, trials=len(trials.done), seconds=time.perf_counter() - began)
+        lost = given_up(first.trace.settings)
+        verdicts = tuple(
+            Verdict(promise=name, status="not judged", note=NOT_KEPT)
+            if name in lost and name not in asked.promises
+            else PROMISES[name][1](trials)
+            for name in names(asked)
+        )
+        seconds = time.perf_counter() - began
+        return Proof(asked=asked, verdicts=verdicts, trials=len(trials.done), seconds=seconds, given_up=lost)

@@ -213,6 +213,8 @@ class HandsOut(Protocol):
 
     taken: Callable[[int], None]
     """Called with the number of each piece that this worker takes, before it is computed."""
+    computed: list[int]
+    """The numbers of those that it has computed in the step under way, or in the last one."""
 
 
 @runtime_checkable

@@ -27,6 +27,8 @@ class Traits:
     computes_fixed_parts: bool = False
     """Whether each batch is cut into parts that do not depend on the number of workers. Then it has those of
     `FixedParts`."""
+    takes_sparse_gradients: bool = False
+    """Whether the workers exchange gradients of `torch.nn.Embedding(sparse=True)` as the rows that they are."""
 
 
 TRAITS = {
@@ -41,7 +43,7 @@ TRAITS = {
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),
     "diloco": Traits(synchronous=False),
-    "parameter-server": Traits(),
+    "parameter-server": Traits(takes_sparse_gradients=True),
     "hogwild": Traits(),
 }
 """By the name of the strategy, as settings have it; `virtual` is `ddp` with virtual workers."""

@@ -21,7 +21,7 @@ from manyhosts.prove.in_worker.experiments import Experiments, fetcher_of
 from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
-from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.strategies.strategy import HandsOut, StepOutcome
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
 
@@ -38,6 +38,8 @@ class Recorder(Watcher):
         self.collate_drew = torch.zeros(1, dtype=torch.uint8).share_memory_()
         """1 where `collate` drew random numbers, in this process or in one that fetches for it."""
         self.line: dict[str, Any] = {}
+        self.pieces: list[list[int]] = []
+        """The samples of each piece of this step."""
 
     def made(self, model: nn.Module) -> None:
         """Take out of the model what this trial leaves out."""
@@ -96,6 +98,7 @@ class Recorder(Watcher):
             },
             "before": self._digests(),
         }
+        self.pieces = [[int(index) for index in piece.plan.indices] for piece in pieces]
         changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
         self.calm.freeze(self.parts.trained)
         self.calm.samples = [[int(index) for index in piece.plan.indices] for piece in pieces] or [[]]
@@ -108,6 +111,9 @@ class Recorder(Watcher):
 
     def differentiates(self, outcome: StepOutcome) -> None:
         """Note losses and gradients."""
+        strategy = self.parts.strategy
+        if isinstance(strategy, HandsOut):  # every worker was given all pieces
+            self.line["own"] = [index for number in strategy.computed for index in self.pieces[number]]
         gradients = {name: tensor.grad for name, tensor in self._weights().items() if tensor.grad is not None}
         self.line |= {
             "values": {name: float(value) for name, value in outcome.values.items()},

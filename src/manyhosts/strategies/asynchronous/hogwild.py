@@ -11,45 +11,33 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from manyhosts.communication.gathering import gather_words
 from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import Hogwild
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.hand_out import HandOut
-from manyhosts.strategies.asynchronous.parameter_server import count_tried, put, take_up
-from manyhosts.strategies.asynchronous.requests import LEADER, Asks, RequestHandler
+from manyhosts.strategies.asynchronous.by_micro_batch import ByMicroBatch
+from manyhosts.strategies.asynchronous.requests import LEADER, Asks
 from manyhosts.strategies.asynchronous.served import Served, twin
-from manyhosts.strategies.asynchronous.whole_between_steps import MeetsAtSteps
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
-from manyhosts.strategies.tally import StepMetrics
+from manyhosts.strategies.asynchronous.whole_between_steps import put
 from manyhosts.strategies.traits import TRAITS
 
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that nobody guesses, and gone once all have it
 
 
-class SharedMemory(MeetsAtSteps):
+class SharedMemory(ByMicroBatch):
     """The strategy of `Hogwild`."""
 
     traits = TRAITS["hogwild"]
 
     def __init__(self, config: Hogwild, world: World) -> None:
         super().__init__(config, world)
-        self.taken: Callable[[int], None] = lambda _: None
         self._shared: list[Tensor] = []
-        self._desk: RequestHandler | None = None
-        self._own: list[Tensor] = []
-        """What the parameters are between two steps, while a step is under way."""
-        self._after: list[Tensor] = []
-
-    def shard(self) -> Shard:
-        """Every worker is given all pieces of a batch, and fetches those that it takes."""
-        return Shard(0, 1)
 
     def regroup(self) -> None:
         """Have memory that the workers of now share.
@@ -106,71 +94,28 @@ class SharedMemory(MeetsAtSteps):
                 fix='use torch.optim.SGD without momentum, or strategy="parameter-server"',
             )
 
-    def forward_backward(
-        self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
-    ) -> StepOutcome:
-        """Train on this worker's share of the pieces; what comes out is taken up by `update`."""
-        self.check_scale(scale)
-        assert self.optimizer is not None, "hold() comes before forward_backward()"
-        world, parameters = self.world, list(self.trained().values())
-        tally = StepMetrics(control_flags, self.agreed, world)
-        hand_out = HandOut(len(pieces), world.size, None) if world.rank == LEADER else None
-        self._desk = desk = RequestHandler(Served([], self.optimizer), hand_out, self.side)
-        self._own = [each.data for each in parameters]
-        if world.is_leader:
-            put(self._shared, self._own)
-        world.barrier()
-        for parameter, shared in zip(parameters, self._shared, strict=True):
-            parameter.data = shared
-        desk.open()
-        asks, computed = Asks(desk, world.rank, [0] * world.size), list[int]()
-        while (number := asks.take()) >= 0:
-            self.taken(number)
-            model.zero_grad()
-            values = compute(model, pieces[number])
-            tally.add(values, pieces[number].weight)
-            values["loss"].backward()  # of the mean over the micro-batch
-            self.optimizer.step()
-            asks.pushed()
-            computed.append(number)
-            self.tried = count_tried(pieces, computed, desk)
-        asks.end()
-        desk.close()
-        world.barrier()  # nobody changes it any more
-        self._after = [each.clone() for each in self._shared]
-        self._leave_shared()
-        found = world.stack(torch.tensor([len(computed)], dtype=torch.float64))
-        world.wait(tally.start_sum())  # last: who has it knows that every worker has all
-        outcome = tally.outcome()
-        own = {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}
-        outcome.values = {**outcome.values, **own, **self.lost_values}
-        return outcome
+    def begin(self) -> tuple[Served, int | None, Sequence[int]]:
+        """Compute in memory that all share; none is asked for parameters."""
+        if self.world.is_leader:
+            put(self._shared, list(self.trained().values()))
+        self.world.barrier()
+        self.enter(self._shared)
+        return Served([], self.optimizer, None, looks_ahead=False), None, [0] * self.world.size
 
-    def norm(self, model: nn.Module) -> Tensor:
-        """There is none: a step is many updates, each by a gradient of its own."""
-        return torch.full((), torch.nan)
+    def pull(self, asks: Asks) -> None:
+        """The values of now are there."""
 
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Take up what all updates of the step have made."""
-        assert self.optimizer is not None, "hold() comes before update()"
-        parameters = list(self.trained().values())
-        take_up(self.optimizer, parameters, self._after, [{} for _ in parameters])
-        self.is_done()
+    def push(self, asks: Asks) -> None:
+        """Change them."""
+        self.optimizer.step()
 
-    def let_go(self) -> None:
-        """Wait for the threads that answer."""
-        if self._desk is not None:
-            self._desk.abandon()
-
-    def step_back(self) -> None:
-        """Have the parameters as before the step under way, in memory of this worker's own."""
-        super().step_back()
-        self._leave_shared()
-
-    def _leave_shared(self) -> None:
-        for parameter, own in zip(self.trained().values(), self._own, strict=False):
-            parameter.data = own
-        self._own = []
+    def end(self, served: Served, ahead: Sequence[int]) -> dict[str, Tensor]:
+        """See `ByMicroBatch.end`. What is logged is who computed how many micro-batches."""
+        self.world.barrier()  # no worker changes them any more
+        self._after = [each.clone() for each in self._shared], [{} for _ in self._shared]
+        self.leave()
+        found = self.world.stack(torch.tensor([len(self.computed)], dtype=torch.float64))
+        return {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}
 
 
 def _room(tensor: Tensor) -> int:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.strategies.asynchronous.hand_out import HandOut
-from manyhosts.strategies.asynchronous.served import Served, gradients_bytes
+from manyhosts.strategies.asynchronous.served import Served
 
 LEADER = 0
 """Who hands out."""
 _REQUEST, _REPLY = 1, 2
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _JOIN_S = 5.0
 """How long a thread whose connection is cut has to notice."""
 
@@ -78,7 +79,7 @@ class RequestHandler:
         for thread in self.threads:
             thread.join(_JOIN_S)
 
-    def answer(self, worker: int, kind: Kind, number: int, payload: Tensor | None) -> Tensor:
+    def answer(self, worker: int, kind: Kind, number: int, payload: Tensor) -> Tensor:
         """What `worker` gets."""
         if self.error is not None:
             raise self.error
@@ -86,7 +87,6 @@ class RequestHandler:
             version, values = self.served.pull()
             return torch.cat([torch.tensor([version]).view(torch.uint8), values])
         if kind == Kind.PUSH:
-            assert payload is not None, "gradients are pushed"
             return torch.tensor([self.served.push(number, payload)])
         assert self.hand_out is not None, f"{kind.name} is for the leader, and {worker} has sent it elsewhere"
         if kind == Kind.TAKE:
@@ -98,12 +98,11 @@ class RequestHandler:
         """Answer one worker, until it asks no more."""
         try:
             while True:
-                kind, number = side.receive(torch.empty(2, dtype=torch.int64), worker, _REQUEST).tolist()
+                kind, number, size = side.receive(torch.empty(3, dtype=torch.int64), worker, _REQUEST).tolist()
                 if kind == Kind.END:
                     return
-                payload = None
-                if kind == Kind.PUSH:
-                    payload = torch.empty(gradients_bytes(self.served.values), dtype=torch.uint8)
+                payload = torch.empty(size, dtype=torch.uint8)
+                if size:
                     side.receive(payload, worker, _REQUEST)
                 side.send(self.answer(worker, Kind(kind), number, payload), worker, _REPLY)
         except BaseException as error:  # which belongs to the thread that trains
@@ -140,16 +139,16 @@ class Asks:
         """Ask no more."""
         for other in range(len(self.sizes)):
             if other != self.rank and self.desk.side is not None and (other == LEADER or self.sizes[other]):
-                self.desk.side.send(torch.tensor([Kind.END, 0]), other, _REQUEST)
+                self.desk.side.send(torch.tensor([Kind.END, 0, 0]), other, _REQUEST)
 
     def _ask(
-        self, other: int, kind: Kind, number: int = 0, payload: Tensor | None = None, reply: Tensor | None = None
+        self, other: int, kind: Kind, number: int = 0, payload: Tensor = _NOTHING, reply: Tensor | None = None
     ) -> Tensor:
         if other == self.rank:
             return self.desk.answer(other, kind, number, payload)
         side = self.desk.side
         assert side is not None, "there are others only where there is a group"
-        side.send(torch.tensor([kind, number]), other, _REQUEST)
-        if payload is not None:
+        side.send(torch.tensor([kind, number, payload.numel()]), other, _REQUEST)
+        if payload.numel():
             side.send(payload, other, _REQUEST)
         return side.receive(torch.empty(1, dtype=torch.int64) if reply is None else reply, other, _REPLY)

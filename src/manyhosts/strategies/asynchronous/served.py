@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhosts.errors import ConfigError
+from manyhosts.strategies.asynchronous.pushed import Gradients, packed
 
 
 def owners_of(sizes: Mapping[str, int], servers: int | None, workers: int) -> list[int]:
@@ -38,42 +39,6 @@ def owners_of(sizes: Mapping[str, int], servers: int | None, workers: int) -> li
     return [server_of[name] % workers for name in sizes]
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes one after another, uint8 of shape (bytes,)."""
-    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-@torch.no_grad()
-def unpack(payload: Tensor, into: Sequence[Tensor]) -> None:
-    """Fill tensors with what `packed` gave for ones of the same shapes and dtypes."""
-    begin = 0
-    for tensor in into:
-        part = payload[begin : begin + tensor.nbytes].clone()  # which begins at an address fit for its dtype
-        tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
-        begin += tensor.nbytes
-
-
-def gradients_packed(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradients, packed, and behind them which parameters have one."""
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in parameters]
-    there = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8)
-    return torch.cat([packed(gradients), there])
-
-
-def gradients_bytes(parameters: Sequence[Tensor]) -> int:
-    """Of what `gradients_packed` gives."""
-    return sum(each.nbytes for each in parameters) + len(parameters)
-
-
-def unpack_gradients(payload: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """What `gradients_packed` gave for parameters like these."""
-    found = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in parameters]
-    unpack(payload, found)
-    there = payload[len(payload) - len(parameters) :].tolist()
-    return [each if has else None for each, has in zip(found, there, strict=True)]
-
-
 def twin(optimizer: Optimizer, other: Mapping[Tensor, Tensor]) -> Optimizer:
     """The same optimizer over other tensors: those of `other`, in place of its own. Its state is a copy."""
     made: Optimizer = object.__new__(type(optimizer))
@@ -91,29 +56,58 @@ def twin(optimizer: Optimizer, other: Mapping[Tensor, Tensor]) -> Optimizer:
 
 
 class Served:
-    """What one worker serves in one step. Its calls may come from any thread."""
+    """What one worker serves in one step. Its calls may come from any thread.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+    A worker that pulls will push behind all that have pulled and not pushed yet. So it may be given, in place of the
+    newest values, those that they are expected to make of them: as many of the last update once more. Its gradient is
+    then one of about the values that it is applied to (Chen et al. 2018, "Efficient and Robust Parallel DNN Training
+    through Model Parallelism on Multi-GPU Platform", arXiv:1809.02839, predict the weights of a pipeline so).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        gradients: Gradients | None,
+        *,
+        looks_ahead: bool,
+    ) -> None:
         self.values = [parameter.detach().clone() for parameter in parameters]
         self.optimizer = twin(optimizer, dict(zip(parameters, self.values, strict=True)))
+        self.gradients, self.looks_ahead = gradients, looks_ahead
         self.version = 0
         """How many gradients were applied in this step."""
+        self._under_way = 0
+        """How many have pulled and not pushed yet."""
+        self._moved: list[Tensor | None] = [None] * len(parameters)
+        """What the last update has added to each; None where it is not known, as of one by some rows."""
         self._lock = threading.Lock()
 
     def pull(self) -> tuple[int, Tensor]:
         """The version of now, and the values, packed."""
         with self._lock:
-            return self.version, packed(self.values)
+            ahead, self._under_way = self._under_way, self._under_way + 1
+            pairs = zip(self.values, self._moved, strict=True)
+            values = [value if by is None or not ahead else torch.add(value, by, alpha=ahead) for value, by in pairs]
+            return self.version, packed(values)
 
     def push(self, version: int, payload: Tensor) -> int:
         """Make an update by gradients of the values of `version`. Returns how many came in between."""
-        gradients = unpack_gradients(payload, self.values)
+        assert self.gradients is not None, "without a way to unpack them nothing is pushed"
+        gradients = self.gradients.unpacked(payload, self.values)
         with self._lock:
             for value, gradient in zip(self.values, gradients, strict=True):
                 value.grad = gradient
+            if self.looks_ahead:
+                known = [gradient is not None and not gradient.is_sparse for gradient in gradients]
+                self._moved = [each.clone() if of else None for each, of in zip(self.values, known, strict=True)]
             if self.optimizer.param_groups:
                 self.optimizer.step()
+            for value, before in zip(self.values, self._moved, strict=True):
+                if before is not None:
+                    torch.sub(value, before, out=before)
             self.version += 1
+            self._under_way -= 1
             return self.version - 1 - version
 
     def states(self) -> list[dict[str, Any]]:

@@ -20,9 +20,12 @@ from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.strategies.asynchronous.served import described, like_described, state_tensors
-from manyhosts.strategies.strategy import Scale
+from manyhosts.strategies.strategy import Scale, Steppable
 from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.whole_model import WholeModel
+
+After = tuple[list[Tensor], list[dict[str, Any]]]
+"""Of each parameter its value, and what the optimizer keeps of it."""
 
 
 class MeetsAtSteps(WholeModel):
@@ -39,7 +42,9 @@ class MeetsAtSteps(WholeModel):
         self.config = config
         self.agreed = Agreed()
         self.model: nn.Module | None = None
-        self.optimizer: Optimizer | None = None
+        self._optimizer: Optimizer | None = None
+        self._after: After = ([], [])
+        """What an update takes up."""
         self._side: SideGroup | None = None
         self.updates = 0
         """How many steps were finished, by all."""
@@ -67,7 +72,13 @@ class MeetsAtSteps(WholeModel):
 
     def hold(self, optimizer: Optimizer) -> None:
         """Know this worker's optimizer."""
-        self.optimizer = optimizer
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """This worker's. After `hold`."""
+        assert self._optimizer is not None, "hold() comes before"
+        return self._optimizer
 
     @property
     def side(self) -> SideGroup | None:
@@ -98,6 +109,18 @@ class MeetsAtSteps(WholeModel):
                 tensors += [values[number], *state_tensors(states[number])]
             spread(tensors, world, owner)
 
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Take up what the updates of the step have made: it is finished, and what broke off before it is done."""
+        parameters, (values, states), own = list(self.trained().values()), self._after, self.optimizer
+        put(parameters, values)
+        for parameter, state in zip(parameters, states, strict=True):  # in their order, by which snapshots go
+            own.state.pop(parameter, None)
+            if state:
+                own.state[parameter] = dict(state)
+        own._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark: a schedule knows that it has stepped
+        self._after = ([], [])
+        self.updates, self.tried, self.samples_lost = self.updates + 1, (0, 0), 0
+
     # Workers that go and come: between two steps each has everything.
 
     whole = False
@@ -109,10 +132,6 @@ class MeetsAtSteps(WholeModel):
     def step_back(self) -> None:
         """The step under way has changed nothing that stays."""
         self._broken_off, self.tried = self.tried, (0, 0)
-
-    def is_done(self) -> None:
-        """The step under way is finished: what broke off before it is done."""
-        self.updates, self.tried, self.samples_lost = self.updates + 1, (0, 0), 0
 
     @property
     def lost_values(self) -> dict[str, Tensor]:
@@ -146,6 +165,13 @@ class MeetsAtSteps(WholeModel):
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to take up."""
+
+
+@torch.no_grad()
+def put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy `values` into `parameters`."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def check_groups(before: Optimizer, after: Optimizer) -> None:

@@ -278,7 +278,9 @@ class BadSteps:
         if norm is not None or step % SHOW_NORM_EVERY != 1:
             return norm
         gradients = (parameter.grad for parameter in self.parts.trained.parameters())
-        if any(each is not None and each.is_sparse for each in gradients):
+        if not self.parts.strategy.traits.takes_sparse_gradients and any(
+            each is not None and each.is_sparse for each in gradients
+        ):
             return None
         self.parts.precision.unscale(self.parts.optimizer)
         return self._norm()

@@ -259,7 +259,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         own_step.use(strategy, settings, world)
     check_handed_out(strategy, data, settings)
     weighing.mesh = strategy.mesh
-    _check_made(made, settings, world)
+    _check_made(made, settings, world, takes_sparse=strategy.traits.takes_sparse_gradients)
     own_fingerprint = fingerprint(model_of(made))
     if isinstance(strategy, LooksAhead):
         look_ahead(strategy, compute, data, settings)
@@ -337,12 +337,12 @@ def _laid_out(settings: Settings, world: World) -> Asked:
     return laid_out(settings.strategy, mesh and replace(mesh, replicate=0), world.part.parts)
 
 
-def _check_made(made: nn.Module, settings: Settings, world: World) -> None:
+def _check_made(made: nn.Module, settings: Settings, world: World, *, takes_sparse: bool) -> None:
     """See that what was made can be kept and shared out, and say what hooks would do several times in a step."""
     check_kept(made)
     in_parts = world.is_shared or settings.virtual_workers is not None
     if in_parts:
-        check_tensors(made)
+        check_tensors(made, takes_sparse=takes_sparse)
     if in_parts or settings.micro_batch_size is not None:
         world.notes += hooked(made)
 
@@ -483,7 +483,8 @@ def make_optimizer(
     complete(made)
     mesh = strategy.mesh
     whole = strategy.traits.holds_whole_model
-    check_optimizer(made, mesh.world, holds_whole_model=whole)
+    sparse = strategy.traits.takes_sparse_gradients
+    check_optimizer(made, mesh.world, holds_whole_model=whole, takes_sparse=sparse)
     check_sparse(module, made)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))

@@ -205,8 +205,10 @@ def _on(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(device)
 
 
-def check_tensors(model: nn.Module) -> None:
+def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
     """See that every tensor of `model` can be given to another worker, and every gradient be summed.
+
+    `takes_sparse`: whether sparse gradients are exchanged.
 
     Raises:
         ConfigError: one cannot.
@@ -227,11 +229,13 @@ def check_tensors(model: nn.Module) -> None:
                 fix="keep it as a dense tensor, and make the other of it in forward",
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad and not takes_sparse:
             raise ConfigError(
                 f"the embedding {name!r} gives sparse gradients, and workers sum dense ones",
                 where="mh.Trainer(model=…)",
-                fix="leave sparse=True out, and take Adam or SGD in place of SparseAdam",
+                fix="leave sparse=True out, and take Adam or SGD in place of SparseAdam; or choose "
+                'strategy="parameter-server"',
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigError(
@@ -253,7 +257,7 @@ _OF_WHOLE_MATRICES = ("Adafactor",)
 """Classes of optimizers that take means over the rows and columns of a matrix, by name: several packages have them."""
 
 
-def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bool) -> None:
+def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bool, takes_sparse: bool = False) -> None:
     """See that `optimizer` steps by gradients alone, and by those that a worker holds.
 
     Raises:
@@ -289,7 +293,7 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
     wants_closure = closure is not None and closure.default is inspect.Parameter.empty
     if wants_closure or hasattr(optimizer, "first_step"):  # those of Sharpness-Aware Minimization take two
         raise several_gradients(optimizer)
-    if isinstance(optimizer, torch.optim.SparseAdam) and world.is_shared:
+    if isinstance(optimizer, torch.optim.SparseAdam) and world.is_shared and not takes_sparse:
         raise ConfigError(
             "SparseAdam wants sparse gradients, and workers sum dense ones",
             where="mh.Trainer(optimizer=…)",

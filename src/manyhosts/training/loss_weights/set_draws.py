@@ -73,9 +73,7 @@ class SetDraws(TorchDispatchMode):
             return func(**{**named, dropout.pop(): 0.0})
         if named.keys() >= {"noise", "lower", "upper"}:  # RReLU, whose backward pass has the slopes that were drawn
             return func(**{**named, "lower": (middle := (named["lower"] + named["upper"]) / 2), "upper": middle})
-        name = _name(func).removesuffix("_")
-        chosen_from = named["self"].shape[-1] if name == "multinomial" else named.get("n", named.get("high"))
-        made = MADE[name](named, self.value) if name in MADE and chosen_from not in self.sizes else None
+        made = self._made(_name(func).removesuffix("_"), named)
         own, before = named.get("generator"), _generators()
         kept = None if own is None else own.get_state()
         found = func(*args, **given)
@@ -89,6 +87,11 @@ class SetDraws(TorchDispatchMode):
         if isinstance(found, tuple):  # dropout, and what it has left
             return made.clone(), torch.ones_like(found[1])
         return found.copy_(torch.as_tensor(made))
+
+    def _made(self, name: str, given: Mapping[str, Any]) -> Any:
+        """What replaces the draws of an operator that is given this; None where that is not known."""
+        chosen_from = given["self"].shape[-1] if name == "multinomial" else given.get("n", given.get("high"))
+        return MADE[name](given, self.value) if name in MADE and chosen_from not in self.sizes else None
 
 
 class NotTried(Exception):

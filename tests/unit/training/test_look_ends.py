@@ -250,3 +250,23 @@ def test_mean_over_labels_says_of_a_batch_without_labels_what_to_do() -> None:
     with pytest.raises(ConfigError, match="this batch has none") as error:
         TargetMean()({"inputs": torch.ones(2)})
     assert "weight=function(batch)" in (error.value.fix or "")
+
+
+class RunningNorm(nn.Module):
+    """Over the samples of a batch, with running values in a buffer, which it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - x.mean(0)
+
+
+def test_model_that_mixes_samples_is_refused_though_it_writes_a_buffer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model looks at the other samples of a batch"):
+        trainer(tmp_path, model=lambda: nn.Sequential(RunningNorm(), network())).fit("2 steps")

@@ -172,7 +172,7 @@ class Stepper:
             self.parts.batch_norm.begin_step(step.samples)
 
     def note(self, note_samples: NoteSamples, number: int, step: Step) -> None:
-        """Note which samples this worker computes; of pieces that go to whoever is free, each when it is taken."""
+        """Note which samples this worker computes; of pieces that go to a free worker, each when it is taken."""
         if self.hands_out is None:
             note_samples(number, _indices(step.pieces))
         else:
@@ -369,7 +369,7 @@ class StepClock:
         self._stalled, self._brought = self._store.stalled_s, self._transfers.waited_s
 
     def fetched(self) -> None:
-        """The samples are here. What workers told each other to find them is a part of waiting for those."""
+        """The samples are here. What workers sent each other to find them is a part of waiting for those."""
         self._fetched, self._exposed = time.perf_counter(), self._world.exposed_s
 
     def end(self) -> tuple[HostTiming, int, float]:

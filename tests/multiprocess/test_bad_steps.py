@@ -193,7 +193,7 @@ def told_steps(rank: int, run_dir: Path, settings: dict[str, Any]) -> list[tuple
 
 def test_run_that_goes_wrong_again_and_again_is_not_gone_back_with_for_ever(tmp_path: Path) -> None:
     for _, error in run_ranks(2, train, 20, tmp_path, "diverging", {"on_bad_step": "rewind"}):
-        assert "in step 4, after 3 others behind the snapshot of step 0" in error
+        assert "in step 4, after 3 others after the snapshot of step 0" in error
     restarts = [line for line in read(tmp_path / "metrics.jsonl") if line["event"] == "restart"]
     assert [line["reason"].split(" (")[0] for line in restarts] == [f"the loss is nan in step {n}" for n in (1, 2, 3)]
 

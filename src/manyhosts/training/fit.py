@@ -69,7 +69,7 @@ class Fit:
     ) -> None:
         """Nothing is opened, and no other worker met, before `fit`. `report` tells the head; see `cluster.reports`.
 
-        `go_on_with`: the command that resumes this run, where nobody else tells it.
+        `go_on_with`: the command that resumes this run, where no one else tells it.
         """
         self.go_on_with = go_on_with
         self.calls, self.provider = calls, provider
@@ -112,7 +112,7 @@ class Fit:
         return self._loop
 
     def fit(self) -> Result:
-        """Train until the run is as long as was asked, whoever goes and comes meanwhile, and record how it ended."""
+        """Train until the run is as long as was asked, whichever workers go and come, and record how it ended."""
         bad, survives, layout = None, not why_not_survive(self.parts), layout_of(self.parts)
         survives = survives and (layout is None or self.calls.trainers == 1)
         survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives, layout=layout)
@@ -137,7 +137,7 @@ class Fit:
                         except Exception as error:
                             if self.recovery is None or not is_connection_error(error):
                                 raise
-                            bad = None  # whoever continues stands before it, and will come to it again
+                            bad = None  # the one that continues is before it, and will come to it again
                             self.recover(error)
                         else:
                             self.recover(None)  # nothing broke: somebody waits to join
@@ -184,7 +184,7 @@ class Fit:
             self.profiling.hear(news)
 
     def enter(self) -> None:
-        """Begin, whoever goes and comes meanwhile; or come to those that have begun."""
+        """Begin, whichever workers go and come meanwhile; or come to those that have begun."""
         recovery = self.recovery
         if recovery is not None and self.world.apart:
             recovery.join()
@@ -212,7 +212,7 @@ class Fit:
         self.provider.refresh()
         if isinstance(source := self.parts.source, IndexedSource):
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
-        self._open_directory()  # nobody looks into it before the leader has made it
+        self._open_directory()  # no one looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
         if self.loaded is None and self.recovery is not None and self.world.any(self.loop.at.inconsistent):
             raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
@@ -269,7 +269,7 @@ class Fit:
             self.loop.after_step.save()
 
     def report_rewind(self, news: Recovered | Note) -> None:
-        """Tell that the run has gone back, or why not; what came after is told again."""
+        """Tell that the run has gone back, or why not; what came after is reported again."""
         if isinstance(news, Recovered):
             self.run_log.recent.clear()
             self.run_log.resume_samples(self.state.step)
@@ -277,13 +277,13 @@ class Fit:
         self.run_log.flush()
 
     def recover(self, error: Exception | None) -> None:
-        """Meet those that are left, or wait to join; where nobody continues, keep what this worker holds, and end.
+        """Meet those that are left, or wait to join; where no one continues, keep what this worker holds, and end.
 
         Raises:
-            Exception: `error`, where nobody continues.
-            SystemExit: nobody continues, for the run was asked to stop.
+            Exception: `error`, where no one continues.
+            SystemExit: no one continues, for the run was asked to stop.
         """
-        assert self.recovery is not None, "where nobody continues nobody joins, and a break ends the run"
+        assert self.recovery is not None, "where no worker continues none joins, and a break ends the run"
         try:
             self.recovery.go_on(error)
         except CallAlreadyFinished:
@@ -300,7 +300,7 @@ class Fit:
         """Continue without workers that compute wrongly, or end where that cannot be.
 
         Raises:
-            WrongBits: nobody can continue, or nobody knows who is wrong.
+            WrongBits: no one can continue, or no one knows who is wrong.
         """
         if self.recovery is None or not wrong.guilty:
             rewind.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
@@ -351,7 +351,7 @@ class Fit:
             "weights_sha256": weights,
         }
         if self.recovery is not None:
-            self.world.barrier()  # nobody leaves before everybody has done its part
+            self.world.barrier()  # no one leaves before everybody has done its part
         return {
             "result": result,
             "run": state.to_dict(),

@@ -30,7 +30,7 @@ class ProcessSession:
         self._first_at: dict[str, int] = {}
         """Address for snapshots → the number of the trainer that had it first."""
         self._directories: dict[Path, Path] = {}
-        """Working directory → the run directory that was made below it, where nobody has named one."""
+        """Working directory → the run directory that was made below it, where no one has named one."""
         self._worlds: list[World] = []
         self._calls: CollectiveCalls | None = None
         atexit.register(self.close)
@@ -62,7 +62,7 @@ class ProcessSession:
         return world
 
     def collective_calls(self, world: World) -> CollectiveCalls:
-        """What the workers of `world` do together; where they never change, nobody counts it."""
+        """What the workers of `world` do together; where they never change, no one counts it."""
         if self._calls is None or self._calls.world is not world:
             self._calls = CollectiveCalls(world)
         return self._calls
@@ -77,7 +77,7 @@ class ProcessSession:
         return self._first_at.setdefault(address, number) == number
 
     def new_directory(self, script: Path, *, once: bool) -> Path:
-        """A directory for a run of `script`, where nobody has named one. `once`: the same for the whole session."""
+        """A directory for a run of `script`, where no one has named one. `once`: the same for the entire session."""
         here = Path.cwd()
         if here not in self._directories or not once:
             self._directories[here] = RunDirectory.choose(script).path.absolute()

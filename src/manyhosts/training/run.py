@@ -35,7 +35,7 @@ _NAMES = {
     "mh.Run(optimizer=": "mh.Run(optimizers=",
     "mh.Run(schedule=": "mh.Run(schedulers=",
 }
-"""What an error of `mh.Trainer` names, and what stands for it here; one after the other."""
+"""What an error of `mh.Trainer` names, and what it is called here; one after the other."""
 
 
 class PartNumbers(Dataset[int]):
@@ -197,7 +197,7 @@ class Run(Session):
         return combined
 
     def _parameters(self, names: Sequence[str]) -> Parameters:
-        """Those of the models of these names: each called as in its model, or behind the model's name among several."""
+        """Those of the models of these names: each called as in its model, or after the model's name among several."""
         models = self._own_step.model
         assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
         one = models[names[0]] if len(names) == 1 else nn.ModuleDict({each: models[each] for each in names})
@@ -262,7 +262,7 @@ class Run(Session):
         mapping with `loss`, values to log and, where the mean is over something else (tokens, time steps), `count`:
         how many there are. All is divided once, by what all micro-batches of all workers count together.
 
-        `over_batch(rows)`: for a loss that looks at the whole batch. `loss` then gives rows instead, a tensor with a
+        `over_batch(rows)`: for a loss that looks at the entire batch. `loss` then gives rows instead, a tensor with a
         row for each sample or a tuple of such, and `over_batch` the loss of all rows of the batch, in its order.
 
         Called again before the `update`, it adds to the gradient. Returns `loss` and the other values, means over the
@@ -307,7 +307,7 @@ class Run(Session):
 
 @contextlib.contextmanager
 def _named_as_in_a_loop() -> Iterator[None]:
-    """Have errors name the argument of `mh.Run` that stands for one of `mh.Trainer`."""
+    """Have errors name the argument of `mh.Run` in place of one of `mh.Trainer`."""
     try:
         yield
     except ManyhostsError as error:

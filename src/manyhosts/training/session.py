@@ -92,8 +92,8 @@ class Options(TypedDict, total=False):
 
 def settings_of(data: Data, options: Options) -> Settings:
     """The plain values among what was given, as the command line has changed them."""
-    best, beside = options.get("best"), ("metrics", "listeners", "callbacks", "init_from", "run_dir")
-    given: dict[str, Any] = {name: each for name, each in options.items() if name not in beside}
+    best, no_settings = options.get("best"), ("metrics", "listeners", "callbacks", "init_from", "run_dir")
+    given: dict[str, Any] = {name: each for name, each in options.items() if name not in no_settings}
     given["mesh"] = given.get("strategy") if isinstance(given.get("strategy"), Mesh) else None
     given["strategy"] = DDP() if given.get("strategy") is None else named(given["strategy"])
     given["snapshots"] = given.get("snapshots") or Snapshots()
@@ -177,7 +177,7 @@ class Session:
             return parts
 
         self._collective_calls = session.collective_calls(self.world)
-        # The first trainers come before the first call, when nobody has anything that could be lost.
+        # The first trainers come before the first call, when no one has anything that could be lost.
         self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
         self.settings = self.parts.settings
         self._provider = TrainerState(self.parts)
@@ -197,7 +197,7 @@ class Session:
     def fit(self, duration: str | None = None) -> Result:
         """Train until the run is `duration` long: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`.
 
-        A run directory that holds snapshots is resumed; what it has behind it counts. The random generators of
+        A run directory that holds snapshots is resumed; what it has done counts. The random generators of
         the script (torch, NumPy, Python) are afterwards as they were before, here and in `validate` and `test`.
 
         Raises:
@@ -247,7 +247,7 @@ class Session:
         )
 
     def validate(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
-        """`loss` and every metric over the whole validation set, each sample once. `weights` as in `test`.
+        """`loss` and every metric over the entire validation set, each sample once. `weights` as in `test`.
 
         Raises:
             ConfigError: there is no validation set.
@@ -268,7 +268,7 @@ class Session:
         return values
 
     def _say(self, text: str) -> None:
-        """Tell which weights were used, where there is a run that it is told of."""
+        """Tell which weights were used, where there is a run to report it."""
         if self._run is None:
             return
         if self.world.is_leader and not self._collective_calls.over:
@@ -277,7 +277,7 @@ class Session:
         self._run.run_log.flush()
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
-        """`loss` and every metric over the whole test set, each sample once.
+        """`loss` and every metric over the entire test set, each sample once.
 
         `weights="best"`: those of the best validation, where `fit` has kept them; `"last"`: those of now. Either are
         averages where a callback evaluates by them. `validate`, `predict` and `save` use the same, and all say which.
@@ -297,7 +297,7 @@ class Session:
 
         `forward(model, batch)`: what is wanted of a batch; without it `model(inputs)`, where an (inputs, targets) pair
         gives its inputs. It returns tensors `(samples of the batch, …)`, or tuples, lists and dicts of them. They come
-        back in the same form, over the whole dataset, on the CPU, with the same bits on any number of workers. Every
+        back in the same form, over the entire dataset, on the CPU, with the same bits on any number of workers. Every
         worker holds all of it: return what is wanted, not all that the model has. `weights` as in `test`.
 
         Raises:

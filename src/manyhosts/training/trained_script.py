@@ -55,7 +55,7 @@ class TrainedRun:
     snapshot: Path
     """The folder that the weights are from."""
     facts: Facts
-    """Where in the run that snapshot stands."""
+    """Where in the run that snapshot is."""
     names: Mapping[str, Any]
     """The names of the script's main module, such as functions of it."""
     named: str = ""
@@ -193,7 +193,7 @@ def _main_module_restored() -> Iterator[None]:
 
 @contextmanager
 def _environment(record: RunRecord, strategy: str) -> Iterator[None]:
-    """Within, a trainer takes what the run was told on its command line, but for what is for training alone."""
+    """Within, a trainer takes what the run was given on its command line, but for what is for training alone."""
     kept = {key: str(value) for key in _KEPT if (value := record.settings.get(key)) is not None}
     before = os.environ.get(overrides.VARIABLE)
     os.environ.update(overrides.to_environment({**kept, **_WITHOUT, "virtual_workers": "none", "strategy": strategy}))

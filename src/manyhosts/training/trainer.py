@@ -37,7 +37,7 @@ class Trainer(Session):
         optimizer: makes the optimizer of a list of parameters; called after the strategy has placed the model.
             `mh.groups(params, {"backbone.*": {"lr": 1e-5}})` makes groups with rates by the parameters' names.
         data: the datasets and the size of the batch.
-        metrics: names and torchmetrics metrics, computed over the whole validation or test set.
+        metrics: names and torchmetrics metrics, computed over the entire validation or test set.
         step: in place of `loss`: `step(model, batch) -> loss`, or a mapping with `loss` and values to log. With metrics
             it also gives `outputs` and `targets`.
         schedule: makes a learning-rate scheduler of the optimizer.
@@ -60,10 +60,10 @@ class Trainer(Session):
         callbacks: what may act at named points, on every worker and once per step: `mh.EMA()`, or an `mh.Callback`.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file, a folder of
             Hugging Face's, a `state_dict`; or `mh.InitFrom`, which also says what may differ and what is frozen.
-        seed: behind the order of the samples, augmentation, dropout, and a model that is made by a callable.
-        virtual_workers: cut each batch into so many parts, whoever computes them: no bit depends on the workers.
-        balance: `"speed"`: fast workers take more of each batch, by what is measured while they train, so that nobody
-            waits for the slowest; with virtual workers whole parts move, and no bit changes.
+        seed: of the order of the samples, augmentation, dropout, and a model that is made by a callable.
+        virtual_workers: cut each batch into so many parts, by whichever worker computed: no bit depends on the workers.
+        balance: `"speed"`: fast workers take more of each batch, by what is measured while they train, so that no one
+            waits for the slowest; with virtual workers entire parts move, and no bit changes.
         audit: with virtual workers, the share of all parts that another worker computes again, such as 0.01: one whose
             bits are wrong is named and left out.
         on_bad_step: what to do about a loss or gradient that is NaN or infinite: `"stop"`, `"skip"` that update, or
@@ -87,7 +87,7 @@ class Trainer(Session):
     """
 
     @answers("mh.Trainer", OF_TRAINER)
-    def __init__(  # noqa: PLR0913  # the user's whole vocabulary, by name only
+    def __init__(  # noqa: PLR0913  # the user's entire vocabulary, by name only
         self,
         *,
         model: ModelOrMaker,

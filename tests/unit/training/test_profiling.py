@@ -67,7 +67,7 @@ def test_profile_has_the_steps_that_were_asked_for_and_its_page_says_where_their
 @pytest.mark.parametrize(
     ("duration", "said", "kept"),
     [
-        ("5 steps", "no profile was made: this training had no step behind the first 5, which warm up", False),
+        ("5 steps", "no profile was made: this training had no step after the first 5, which warm up", False),
         ("9 steps", "profile of steps 6 to 9; the run ended after 4 of the 20 steps that were asked for: ", True),
     ],
 )

@@ -1,7 +1,7 @@
-"""The forward passes over a whole dataset, for an evaluation or a prediction: the same on any number of workers.
+"""The forward passes over an entire dataset, for an evaluation or a prediction: the same on any number of workers.
 
 The samples are cut into parts by a rule that knows only how many there are. Each part is passed through alone, in the
-same forward passes whoever does it.
+same forward passes whichever worker does it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ForwardPasses:
     ) -> None:
         """`batch`: most samples in one pass. `world`: those that read different samples. `context`: of each pass.
 
-        `together`: those that must make equally many passes, since they exchange something in each; None where nobody
-        does. `on_progress` is called after every pass, so that nobody takes a long evaluation for a hang.
+        `together`: those that must make equally many passes, since they exchange something in each; None where no one
+        does. `on_progress` is called after every pass, so that no one takes a long evaluation for a hang.
         """
         self.samples, self.batch, self.world, self.together = samples, batch, world, together
         self.seed, self.context, self.on_progress = fetcher.seed, context, on_progress
@@ -104,7 +104,7 @@ class ForwardPasses:
         return -(-(end - begin) // self.batch)
 
     def ghosts(self, turns: list[int]) -> list[Indices]:
-        """What this worker computes beside its own, where all must make equally many passes: the first sample.
+        """What this worker computes besides its own, where all must make equally many passes: the first sample.
 
         `turns`: of how many passes each worker makes, by rank. What comes out counts nothing.
         """

@@ -23,7 +23,7 @@ from manyhosts.training.evaluation.metrics import Metrics
 from manyhosts.training.loop.compute import Loss, UserStep, check_names, loss_of, pair, step_values, terms_of
 from manyhosts.training.loss_weights.weighing import Weighing
 
-if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
+if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
     from torchmetrics import Metric
 
 

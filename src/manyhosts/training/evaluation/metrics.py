@@ -1,9 +1,9 @@
 """Metrics of torchmetrics over a set that is evaluated in parts, by several workers: as on one process.
 
 Where the states of the parts can be put together (sums, largest, smallest, lists) that is done, in the order of the
-parts. Other metrics keep what no rule can put together: a running mean of unequal parts, what a wrapper notes beside
+parts. Other metrics keep what no rule can put together: a running mean of unequal parts, what a wrapper notes besides
 its states. They are fed once more, on every worker, with the outputs of all parts in order (`fed_again`). So are those
-whose first update changes an attribute that is no state: nobody else could know of it.
+whose first update changes an attribute that is no state: no one else could know of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
 
-if TYPE_CHECKING:  # it takes a second to load, so whoever has no metrics does without it
+if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
     from torchmetrics import Metric, MetricCollection
 
 KEEPING = (
@@ -96,7 +96,7 @@ class Metrics:
                 if isinstance(state, list):
                     kept += [_in_a_row(state)] if state and _is_row(holder, name) else state
                 elif kept and _order_free(holder, name, state):
-                    kept[0] = kept[0] + state  # whole numbers add up alike in any order: one state to send, not many
+                    kept[0] = kept[0] + state  # integers add up alike in any order: one state to send, not many
                 else:
                     kept.append(state.clone())
 
@@ -110,7 +110,7 @@ class Metrics:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return {key for name, metric in self.all.items() for key in scalars(name, metric.compute())}
-        except Exception:  # of any kind: two batches may lack a class, and the whole set may not
+        except Exception:  # of any kind: two batches may lack a class, and the entire set may not
             return None
         finally:
             self.keeping = [name for name, metric in self.all.items() if put_back(metric, before[name])]
@@ -237,7 +237,7 @@ def _holders(metric: Metric) -> list[Metric]:
 
 
 def _is_row(holder: Metric, name: str) -> bool:
-    """Whether a list stands for its entries one behind the other; else each is something of its own: one image."""
+    """Whether a list means its entries one after the other; else each is something of its own: one image."""
     from torchmetrics.utilities import dim_zero_cat
 
     return holder._reductions[name] is dim_zero_cat and all(isinstance(each, Tensor) for each in getattr(holder, name))
@@ -278,10 +278,10 @@ def alone(metric: Metric) -> Metric:
 
 
 def flattened(metrics: Mapping[str, Metric | MetricCollection]) -> dict[str, Metric]:
-    """Collections taken apart: their members share states in ways that cannot be merged part by part.
+    """Collections in their parts: their members share states in ways that cannot be merged part by part.
 
     A member has the name that its collection gives it; where something else has that name, too, the key of its
-    collection stands before it: `train/BinaryAccuracy`.
+    collection is before it: `train/BinaryAccuracy`.
 
     Raises:
         ConfigError: something in it is no torchmetrics metric, or two of them have one name.

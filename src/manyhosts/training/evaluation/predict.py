@@ -1,7 +1,7 @@
 """Predictions: what a model makes of each sample of a dataset, in the dataset's order, on every worker.
 
 The samples are cut into the parts of an evaluation, so the bits are the same on any number of workers. These tell each
-other what each part gave as soon as all have one: what is in memory is the answer, which every worker has whole, and
+other what each part gave as soon as all have one: what is in memory is the answer, which every worker has complete, and
 one part of each worker.
 """
 
@@ -90,7 +90,7 @@ class Prediction:
         return outputs
 
     def _agree(self, own: str, before: str, error: ManyhostsError | None) -> str:
-        """See that nobody has failed and all have found outputs of one form. Returns it.
+        """See that no one has failed and all have found outputs of one form. Returns it.
 
         Raises:
             ConfigError, DataError: on every worker alike.

@@ -1,8 +1,8 @@
 """Has fast workers compute more of each batch and slow ones less, by what their steps take while a run continues.
 
-What one sample takes a worker (of virtual workers: what one part takes) is measured with the step's own clock and told
-in the exchange of `pace`. All workers see the same table, so all come to the same cut by the same arithmetic. It is no
-part of the state of a run: who continues begins with equal parts, and finds the rest again.
+What one sample takes a worker (of virtual workers: what one part takes) is measured with the step's own clock and
+reported in the exchange of `pace`. All workers see the same table, so all come to the same cut by the same arithmetic.
+It is no part of the state of a run: a resumed run begins with equal parts, and finds the rest again.
 """
 
 from __future__ import annotations

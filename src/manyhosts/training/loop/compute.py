@@ -79,7 +79,7 @@ class ForwardPass:
         """Whether workers exchange something in every forward pass, so that none may call the model alone."""
 
     def __call__(self, module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
-        """The means over the piece's samples: `loss`, and what the user's step returned beside it."""
+        """The means over the piece's samples: `loss`, and what the user's step returned besides it."""
         batch = piece.batch  # it may draw random numbers of its own
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
         if self.global_batch is not None:
@@ -132,7 +132,7 @@ class ForwardPass:
         return values
 
     def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Those of one batch, with the random numbers and the precision of whoever calls."""
+        """Those of one batch, with the random numbers and the precision of the caller."""
         model = model_of(module)
         if self.step is not None:
             return step_values(self.step(model, batch))
@@ -156,7 +156,7 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     Raises:
         ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number.
     """
-    if not hasattr(type(outputs), "__torch_function__") and _takes_tensors(loss):  # no tensor, nor what stands for one
+    if not hasattr(type(outputs), "__torch_function__") and _takes_tensors(loss):  # no tensor, nor what acts as one
         named = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
         raise ConfigError(
             f"the model returns a {type(outputs).__name__}{named and f' ({named})'}, and the loss takes a tensor",
@@ -245,7 +245,7 @@ def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(ste
     """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
 
     Raises:
-        ConfigError: there is no loss in it, or something beside it that is no number; `where` says whose it is.
+        ConfigError: there is no loss in it, or something besides it that is no number; `where` says whose it is.
     """
     if isinstance(result, Tensor):
         return {"loss": one_number(result, where=where)}
@@ -275,7 +275,7 @@ def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(ste
 
 
 def number_of(name: str, value: Any, device: torch.device, where: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A value that is logged beside a loss.
+    """A value that is logged besides a loss.
 
     Raises:
         ConfigError: it is neither a tensor nor a number.

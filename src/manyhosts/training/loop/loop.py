@@ -43,7 +43,7 @@ class StepReporter:
         steps = total_steps(training.limit, training.parts.source.steps_per_epoch)
         self.rate = VanishedRate(steps) if training.schedule.follows_steps else None
         self.last: StepFacts | None = None
-        """The last step that was told and whose numbers were well."""
+        """The last step that was reported and whose numbers were well."""
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Tell the steps whose numbers have come, and take from them what the workers decide together.
@@ -60,7 +60,7 @@ class StepReporter:
         """Tell a step, add it to its epoch's sums, and hear what the workers decide together.
 
         Raises:
-            BadStep: its numbers are none, and all are to go back behind it.
+            BadStep: its numbers are none, and all are to go back to before it.
             TrainingError: its numbers are none, and that ends the run.
         """
         good = self.check(numbers)
@@ -126,7 +126,7 @@ class StepReporter:
         raise self._end(f"{trouble} in step {facts.step}", where)
 
     def check_weights(self) -> None:
-        """See that what is about to be kept is worth it. Every worker calls this, with all steps told.
+        """See that what is about to be kept is worth it. Every worker calls this, after all steps were reported.
 
         Raises:
             TrainingError: a weight is NaN or infinite.
@@ -228,7 +228,7 @@ class AfterStep:
         at.before = self.now()
 
     def do(self, most: int | None = None) -> None:
-        """Do what is due after the last step, or the first `most` of it: each once, also behind a failure."""
+        """Do what is due after the last step, or the first `most` of it: each once, also after a failure."""
         at, most = self.at, len(self.all) if most is None else most
         while at.done_actions < most:
             self.all[at.done_actions]()
@@ -240,7 +240,7 @@ class AfterStep:
         return Progress(state.step, self.parts.source.epochs(state.position), state.seconds)
 
     def is_at_end(self) -> bool:
-        """Whether the run is as long as it was asked to be, and nobody has asked it to stop before."""
+        """Whether the run is as long as it was asked to be, and no one has asked it to stop before."""
         return not self.stop_signals.granted and bool(reached(self.limit, self.now()))
 
     # Those of the training itself.
@@ -273,7 +273,7 @@ class AfterStep:
             self.call_callbacks("after_epoch")
 
     def call_callbacks(self, point: str, **more: Any) -> None:
-        """Call that method of each, as of the last step; `more`: what else they are told of the moment."""
+        """Call that method of each, as of the last step; `more`: what else they know of the moment."""
         state, callbacks = self.state, self.parts.callbacks
         if callbacks:
             self.snapshot_schedule.before_update()
@@ -301,7 +301,7 @@ class AfterStep:
     def validate(self) -> None:
         """Evaluate, and let early stopping and a plateau schedule judge.
 
-        Where a worker is asked to stop meanwhile, all stop, and it is left to whoever resumes the run.
+        Where a worker is asked to stop meanwhile, all stop, and it is left until the run is resumed.
         """
         assert self.validation is not None, "validate() is called where there is a validation set"
         self.step_reporter.read(all_of_them=True)
@@ -416,12 +416,12 @@ class Loop:
         self.stepper = Stepper(training, note_samples=note_samples, see_first=see_first, keep_buffers=keep_buffers)
 
     def train(self) -> str:
-        """Train from where the state stands, after what is still due there.
+        """Train from where the state is, after what is still due there.
 
         Returns why it ended; empty where somebody waits to join, and all have finished the same step.
 
         Raises:
-            BadStep: a step went wrong, and all are to go back behind it.
+            BadStep: a step went wrong, and all are to go back to before it.
         """
         self.parts.trained.train()
         if self.parts.watcher is not None:
@@ -446,10 +446,10 @@ class Loop:
         if reason:
             self.step_reporter.read(all_of_them=True)
         if steps is not None:
-            steps.close()  # and not when nobody holds it any more: then each loader process would be waited for for 5 s
+            steps.close()  # and not when no one holds it any more: then each loader process would be waited for for 5 s
         return reason
 
-    # Where it stands, for those who take it elsewhere.
+    # Where it is, for those who take it elsewhere.
 
     def stand(self) -> None:
         """The state is that of a snapshot now: forget what was under way."""
@@ -461,11 +461,11 @@ class Loop:
             self.parts.auditor.forget()
 
     def invalidate_state(self) -> None:
-        """What this worker holds is of no use to others, until it stands at a snapshot or takes another's place."""
+        """What this worker holds is of no use to others, until it is at a snapshot or takes another's place."""
         self.at.inconsistent = True
 
     def doubt(self, trusted: int | None) -> None:
-        """The steps behind `trusted` are in doubt; None: no step is."""
+        """The steps after `trusted` are in doubt; None: no step is."""
         self.at.trusted = trusted
 
     def enter_group(self) -> None:
@@ -481,7 +481,7 @@ class Loop:
             self.flags.start_clock()
 
     def place(self) -> dict[str, Any]:
-        """Where this worker stands beside its `RunState`, in plain values, for one that is behind."""
+        """Where this worker is besides its `RunState`, in plain values, for one that is late."""
         at, snapshot_schedule = self.at, self.after_step.snapshot_schedule
         return {
             "duties_done": at.done_actions,
@@ -494,7 +494,7 @@ class Loop:
         }
 
     def take_place(self, given: dict[str, Any]) -> None:
-        """Stand where the worker stands that gave `place`, whose state this worker holds now."""
+        """Stand where the worker is that gave `place`, whose state this worker holds now."""
         at, snapshot_schedule = self.at, self.after_step.snapshot_schedule
         at.done_actions, at.ends_epoch, at.inconsistent = given["duties_done"], given["ends_epoch"], False
         at.before = Progress(*given["before"])

@@ -86,9 +86,9 @@ class _Pending:
     packed: Tensor
     settle: Callable[[], Mapping[str, Tensor]] | None
     event: Event
-    """Behind the step and the copy of its numbers."""
+    """After the step and the copy of its numbers."""
     began: Event
-    """Behind the step before, where that was still under way."""
+    """After the step before, where that was still under way."""
     data_waits: Sequence[tuple[Event, Event]]
     """Between the two of each pair the host waited for data, so that the device may have had nothing to do."""
     waits: Sequence[tuple[Event, Event]]
@@ -162,9 +162,9 @@ class DeferredMetrics:
         bytes_sent: int,
         waits: Sequence[tuple[Event, Event]] = (),
     ) -> None:
-        """The step that was added last took so much more, in an exchange behind its update."""
+        """The step that was added last took so much more, in an exchange after its update."""
         if not self.pending:
-            return  # it was told when workers went, in the midst of the exchange
+            return  # it was reported when workers went, in the midst of the exchange
         last = self.pending.pop()
         timing = last.facts.timing
         facts = replace(
@@ -183,7 +183,7 @@ class DeferredMetrics:
             self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
         else:
             waits = [*last.waits, *waits]
-            self.pending.append(replace(last, facts=facts, waits=waits, event=self._event()))  # behind the new waits
+            self.pending.append(replace(last, facts=facts, waits=waits, event=self._event()))  # after the new waits
 
     def read(self, *, all_of_them: bool = False) -> list[StepMetricValues]:
         """The steps that are old enough to be read, or all."""
@@ -229,7 +229,7 @@ SHOW_NORM_EVERY = 20
 
 
 class BadStep(Exception):
-    """A step went wrong, and all workers, who see the same numbers, are to go back behind it."""
+    """A step went wrong, and all workers, who see the same numbers, are to go back to before it."""
 
     def __init__(self, step: int, trouble: str, where: str) -> None:
         super().__init__(step, trouble, where)
@@ -252,10 +252,10 @@ class BadSteps:
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
         self.buffers = BufferCopies(parts.trained) if self.leave_out else None
         self.bad_norms: dict[int, float] = {}
-        """Of steps that were left out, until they are told."""
+        """Of steps that were left out, until they are reported."""
 
     def watched(self, norm: Tensor | None) -> Tensor | None:
-        """The norm of the gradient that this step is judged by; where nobody else wants it, found here."""
+        """The norm of the gradient that this step is judged by; where no one else wants it, found here."""
         return self._norm() if self.rewinds and norm is None and not self.scaled else norm
 
     def must_go(self, step: int, loss: Tensor, norm: Tensor | None) -> bool:
@@ -274,7 +274,7 @@ class BadSteps:
         return not good and not self.scaled
 
     def shown(self, step: int, norm: Tensor | None) -> Tensor | None:
-        """The norm that is told of `step`, whose gradient is whole: now and then also where nobody clips by it."""
+        """The norm that is reported of `step`, whose gradient is complete: now and then also where none clips by it."""
         if norm is not None or step % SHOW_NORM_EVERY != 1:
             return norm
         gradients = (parameter.grad for parameter in self.parts.trained.parameters())

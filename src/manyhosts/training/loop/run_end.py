@@ -38,7 +38,7 @@ class RunEnd:
         self._neighbours = Neighbours()
 
     def save(self, loop: Loop) -> None:
-        """See that the snapshot of the last step is whole. Where the disk has no room, older ones go, one by one.
+        """See that the snapshot of the last step is complete. Where the disk has no room, older ones go, one by one.
 
         Raises:
             TrainingError: it is not, and there is none left that may go.
@@ -82,15 +82,15 @@ class RunEnd:
             raise
 
     def record(self, status: str, reason: str, *, is_failure: bool = True) -> str:
-        """Record how the run ended. Returns the hash of the weights; nothing where nobody can know it."""
+        """Record how the run ended. Returns the hash of the weights; nothing where no one can know it."""
         strategy = self._parts.strategy
-        # Behind a failure the others may not come to where the whole weights are put together.
+        # After a failure the others may not come to where the entire weights are put together.
         can_hash = strategy.traits.holds_whole_model or not is_failure
         knows = can_hash and self._run_log.world.drain()
         weights = weights_sha256(self._parts.model, strategy.holding) if knows else ""
         position = self._state.position
-        if self._run_log.world.is_leader and (beside := self._neighbours.in_words()):
-            self._run_log.tell(Note(text=beside, step=self._state.step, time=time.time()))
+        if self._run_log.world.is_leader and (others := self._neighbours.in_words()):
+            self._run_log.tell(Note(text=others, step=self._state.step, time=time.time()))
         self._run_log.tell_end(
             RunEnded(
                 step=self._state.step,
@@ -157,11 +157,11 @@ class LastSnapshot:
         return newest is not None and newest.step >= self.loop.state.step
 
     def _is_ours(self) -> bool:
-        """Whether nobody continues in the run directory without this worker."""
+        """Whether no one continues in the run directory without this worker."""
         membership = self.run_log.world.membership
         assert membership is not None, "somebody has refused to continue"
         if not membership.headless:
-            return True  # the head has said that nobody does
+            return True  # the head has said that no one does
         return run_lock.steal_lock(self.run_log.directory.path, run_lock.token_of_this_run())
 
     def _write(self) -> None:

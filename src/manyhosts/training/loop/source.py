@@ -40,10 +40,10 @@ class Source(Protocol):
         return None
 
     def steps(self, position: Position, stream: Mapping[str, Any]) -> Steps:
-        """Every step from `position` on; `stream` is what the last step's `stream` held on this worker."""
+        """Every step from `position` on; `stream` is what the last step's `stream` kept on this worker."""
 
     def epochs(self, position: Position) -> float:
-        """Epochs done at `position`; whole numbers only for a stream."""
+        """Epochs done at `position`; integers only for a stream."""
         return float(position.epoch)
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ class IndexedSource(Source):
 
 @dataclass(frozen=True, slots=True)
 class StreamSource(Source):
-    """Steps of a stream that every worker reads whole."""
+    """Steps of a stream that every worker reads entirely."""
 
     stream: Stream
     cuts: Cuts
@@ -118,7 +118,7 @@ class StreamSource(Source):
 class ShardedSource(Source):
     """Steps of a stream of which every worker reads some shards.
 
-    Nobody knows beforehand how long a shard is, so before each step the workers tell each other how many samples each
+    No one knows beforehand how long a shard is, so before each step the workers tell each other how many samples each
     shard gives and whether there is more of it; the epoch is over when all are. So each knows how far every shard has
     been read. Costs one exchange of twice as many numbers as there are shards, and one. A shard stays with its worker
     until the epoch is over.
@@ -200,7 +200,7 @@ def _weighted(pieces: Sequence[LoadedPiece], total: int) -> list[LoadedPiece]:
 
 
 def _leveled(pieces: Sequence[LoadedPiece], cut: Cut, most: int, ghost: LoadedPiece) -> list[LoadedPiece]:
-    """`pieces`, with ghosts behind those of each part that has fewer than `most`."""
+    """`pieces`, with ghosts after those of each part that has fewer than `most`."""
     found: list[LoadedPiece] = []
     for part in range(cut.first, cut.last):
         own = [piece for piece in pieces if piece.plan.part == part]

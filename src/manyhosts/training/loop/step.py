@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.pace import NormPrice
 
+_NOTHING = nullcontext()
 NoteSamples = Callable[[int, Sequence[int]], None]
 
 
@@ -104,11 +105,13 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            if parts.batch_norm is None and not self.first_steps.looking:
-                outcome = self.forward_backward(pieces)
-            else:
-                with acting(parts.batch_norm), self.writes_seen(len(pieces)):
-                    outcome = self.forward_backward(pieces)
+            with self.around(len(pieces)):
+                if parts.own_step is None:
+                    outcome = parts.strategy.forward_backward(
+                        parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
+                    )
+                else:
+                    outcome = parts.own_step.make(pieces, self.flags.own())
             if self.watcher is not None:
                 self.watcher.differentiates(outcome)
             norm = self.bad_steps.watched(self.clip())
@@ -119,33 +122,9 @@ class Stepper:
                 self.update()
         if self.acts:
             self.call_callbacks(step, updated=updated)
-        timing, bytes_sent, exchange_s = self.clock.end()
-        if self.norm_price is not None:
-            self.norm_price.after_step(timing.total)
+        facts = self.facts(number, step, lr, weight)
         self.count(step)
-        facts = StepFacts(
-            step=number,
-            epoch=step.epoch,
-            lr=lr,
-            samples=step.samples,
-            bytes_sent=bytes_sent,
-            exchange_s=exchange_s,
-            timing=timing,
-            time=time.time(),
-            indices=step.taken,
-            shards=step.shards,
-            weight=weight,
-        )
         self.numbers.add(facts, outcome, norm, parts.world.take_waits())
-
-    def forward_backward(self, pieces: Sequence[Piece]) -> StepOutcome:
-        """The gradient of all pieces of all workers: by the strategy, or by the step that the script has written."""
-        parts, flags = self.parts, self.flags.own()
-        if parts.own_step is not None:
-            if self.snapshot_schedule.is_writing:
-                self.snapshot_schedule.before_update()
-            return parts.own_step.make(pieces, flags)
-        return parts.strategy.forward_backward(parts.trained, pieces, parts.compute, parts.precision.scale, flags)
 
     def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
         """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
@@ -157,18 +136,23 @@ class Stepper:
             weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
 
+    def around(self, pieces: int) -> AbstractContextManager[None]:
+        """What the passes of a step run in: nothing, where there is no BatchNorm and it is none of the first steps."""
+        return _NOTHING if self.parts.batch_norm is None and not self.first_steps.looking else self.writes_seen(pieces)
+
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        if not self.first_steps.looking or self.updates_within:
+        with acting(self.parts.batch_norm):
+            if not self.first_steps.looking or self.updates_within:
+                yield
+                return
+            self.first_steps.before_forward()
             yield
-            return
-        self.first_steps.before_forward()
-        yield
-        self.first_steps.after_forward(pieces)
-        for copies in (self.buffers, self.bad_steps.buffers):
-            if copies is not None:
-                copies.follow(self.first_steps.written)
+            self.first_steps.after_forward(pieces)
+            for copies in (self.buffers, self.bad_steps.buffers):
+                if copies is not None:
+                    copies.follow(self.first_steps.written)
 
     def prepare(self, number: int, step: Step) -> None:
         """What must be known before the first forward pass, should the step break off or have to be explained."""
@@ -183,11 +167,13 @@ class Stepper:
             self.note(self.note_samples, number, step)
         if self.buffers:
             self.buffers.keep()
+        if self.parts.own_step is not None and self.snapshot_schedule.is_writing:
+            self.snapshot_schedule.before_update()
         if isinstance(self.parts.batch_norm, GlobalBatch):
             self.parts.batch_norm.begin_step(step.samples)
 
     def note(self, note_samples: NoteSamples, number: int, step: Step) -> None:
-        """Note which samples this worker computes; of pieces that go to whoever is free, each when it is taken."""
+        """Note which samples this worker computes; of pieces that go to a free worker, each when it is taken."""
         if self.hands_out is None:
             note_samples(number, _indices(step.pieces))
         else:
@@ -270,6 +256,25 @@ class Stepper:
         self.first_steps.after_step()
         if self.watcher is not None:
             self.watcher.steps(state.step)
+
+    def facts(self, number: int, step: Step, lr: float, weight: float | None) -> StepFacts:
+        """What is known of a step, which ends here, without waiting for its device."""
+        timing, bytes_sent, exchange_s = self.clock.end()
+        if self.norm_price is not None:
+            self.norm_price.after_step(timing.total)
+        return StepFacts(
+            step=number,
+            epoch=step.epoch,
+            lr=lr,
+            samples=step.samples,
+            bytes_sent=bytes_sent,
+            exchange_s=exchange_s,
+            timing=timing,
+            time=time.time(),
+            indices=step.taken,
+            shards=step.shards,
+            weight=weight,
+        )
 
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
@@ -368,7 +373,7 @@ class StepClock:
         self._stalled, self._brought = self._store.stalled_s, self._transfers.waited_s
 
     def fetched(self) -> None:
-        """The samples are here. What workers told each other to find them is a part of waiting for those."""
+        """The samples are here. What workers sent each other to find them is a part of waiting for those."""
         self._fetched, self._exposed = time.perf_counter(), self._world.exposed_s
 
     def end(self) -> tuple[HostTiming, int, float]:

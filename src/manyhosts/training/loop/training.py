@@ -39,7 +39,7 @@ class Progress:
 
     step: int = 0
     epochs: float = 0.0
-    """Epochs done, with the fraction of the one under way; whole numbers only for a stream, whose length is unknown."""
+    """Epochs done, with the fraction of the one under way; integers only for a stream, whose length is unknown."""
     seconds: float = 0.0
     """Time spent in this run, over all restarts, by the leader's clock."""
 
@@ -58,7 +58,7 @@ def reached(limit: Duration, progress: Progress) -> str:
 def total_steps(limit: Duration, steps_per_epoch: int | None, now: Progress | None = None) -> int | None:
     """The optimizer steps that a run of this duration has; None where only time or the end of a stream tells.
 
-    `now`: where it stands, when steps before may have had another batch, so that an epoch had another number of them.
+    `now`: where it is, when steps before may have had another batch, so that an epoch had another number of them.
     """
     now = now or Progress()
     ends = [] if limit.steps is None else [limit.steps]
@@ -83,7 +83,7 @@ def _passed(every: float | None, before: float, now: float) -> bool:
 
 
 _ONE_WISH_S = 0.3
-"""Schedulers signal every process, and whoever started it passes that on: what comes so soon is the same wish."""
+"""Schedulers signal every process, and its parent passes that on: what comes so soon is the same wish."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What may ask a run to stop. Where workers were asked by several, the first in this order is the reason."""
 _NOBODY = (0.0,) * len(SIGNALS)
@@ -95,7 +95,7 @@ class StopSignals:
     """Whether this worker was asked to stop, and whether all have heard of it."""
 
     def __init__(self, cause: Callable[[], int] = lambda: 0) -> None:
-        """`cause`: the signal that whoever sent one to this worker was sent, or 0 where that is not known."""
+        """`cause`: the signal that the sender of one to this worker was sent, or 0 where that is not known."""
         self._known_cause = cause
         self.asked = 0
         """The number of the signal that asked this worker to stop; 0 where none did."""
@@ -103,7 +103,7 @@ class StopSignals:
         """Why all workers stop now; empty while they continue."""
         self._asked_at = 0.0
         self.number = 0
-        """The number of the signal behind `granted`."""
+        """The number of the signal named by `granted`."""
 
     @property
     def control_flags(self) -> tuple[float, ...]:
@@ -121,7 +121,7 @@ class StopSignals:
     def grant_own(self) -> bool:
         """Stop for what the run was asked, where no other worker continues. Whether it was asked.
 
-        Workers that are ended because another one has failed are sent a signal, too, and nobody has asked the run.
+        Workers that are ended because another one has failed are sent a signal, too, and no one has asked the run.
         """
         if not self.asked or not self._known_cause():
             return False
@@ -168,7 +168,7 @@ class StopSignals:
 
 @dataclass(slots=True)
 class LoopState:
-    """Written by the loop, the step and what is due after it, and by nobody else; `RunState` is what snapshots keep."""
+    """Written by the loop, the step and what is due after it, and by no one else; `RunState` is what snapshots keep."""
 
     all_actions: int = 0
     """How many things may be due after a step."""
@@ -195,7 +195,7 @@ class LoopState:
     save_again: bool = False
     """Whether a snapshot is lost that was being written when workers went."""
     since: float = field(default_factory=time.monotonic)
-    """When what is being done now was begun, by a clock that nobody sets."""
+    """When what is being done now was begun, by a clock that no one sets."""
 
     def begin_step(self, number: int, step: Step) -> None:
         """From here on, until `end_step`, step `number` is under way."""
@@ -245,7 +245,7 @@ class ControlFlags:
         return clock, float(joining), *self._wishes.control_flags
 
     def hear(self, sums: Sequence[float]) -> None:
-        """Take the sums over all workers of what each told with a step."""
+        """Take the sums over all workers of what each sent with a step."""
         clock, joining, *asked = sums
         self._state.seconds = clock
         self._wishes.hear(asked)

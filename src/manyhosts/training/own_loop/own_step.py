@@ -39,7 +39,7 @@ _NOT_TRIED = (
     "script's own is not called on a trial; `manyhosts prove` compares 1, 2 and 3 workers"
 )
 _LOOKS = 3
-"""Steps behind which plain attributes of models are looked at."""
+"""Steps after which plain attributes of models are looked at."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
 """`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
 Rows = Tensor | tuple[Tensor, ...]
@@ -182,7 +182,7 @@ class OwnStep:
         return reported[:-1], bool(reported[-1] > 0)
 
     def _see_plain_values(self) -> None:
-        """In the first steps: say what a step changes and nobody keeps."""
+        """In the first steps: say what a step changes and no one keeps."""
         assert self._plain is not None, "looked at before the first step"
         self._looks -= 1
         if note := changed_attributes(self._plain, HeldValues(self.model).now()):
@@ -201,7 +201,7 @@ class OwnStep:
                 raise ConfigError(
                     f"this step has computed a gradient for {name!r}, and no run.update has used it",
                     where="run.backward",
-                    fix="call run.update behind it in the same step: gradients do not outlive a step; to sum those of "
+                    fix="call run.update after it in the same step: gradients do not outlive a step; to sum those of "
                     "several batches, make batch_size larger and set micro_batch_size",
                 )
 
@@ -405,7 +405,7 @@ class OwnStep:
         if not self.parts.stays:
             self.parts.count = self.world.size
 
-    # What snapshots and new workers need of it beside models and optimizers.
+    # What snapshots and new workers need of it besides models and optimizers.
 
     def state_dict(self) -> dict[str, Any]:
         """The schedulers, `run.state`, and what belongs to parts."""

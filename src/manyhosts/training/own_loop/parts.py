@@ -48,7 +48,7 @@ class Part:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What is kept of it now; what nobody has asked for since it came stays as it came."""
+        """What is kept of it now; what no one has asked for since it came stays as it came."""
         return {**self._kept, **{name: state_of(name, each) for name, each in self.objects.items()}}
 
 

@@ -52,7 +52,7 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
     """Have blocks of `model` computed again in backward passes, in place of those of an earlier call. In a few words,
     which.
 
-    `compiled`: what such a block computes is compiled, and its checkpoint stands around that.
+    `compiled`: what such a block computes is compiled, and its checkpoint is around that.
 
     Raises:
         ConfigError: the model has no blocks, or one that cannot be computed again.

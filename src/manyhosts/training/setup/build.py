@@ -84,7 +84,7 @@ class Parts:
     """What the loop works with, each ready for use. When the workers change, `recut` makes some of it again."""
 
     settings: Settings
-    """With the strategy that `auto` stands for."""
+    """With the strategy that `auto` means."""
     chosen_for: Training | None
     """The sizes that it was chosen for; None where the strategy was named."""
     world: World
@@ -129,7 +129,7 @@ class Parts:
         return model_of(self.trained)
 
     def moment(self, step: int = 0, epochs: float = 0.0, **more: Any) -> Moment:
-        """What callbacks are told of a point of the run; `more`: other fields of it."""
+        """What callbacks know of a point of the run; `more`: other fields of it."""
         return Moment(
             model=self.model, trained=self.trained, optimizer=self.optimizer, step=step, epochs=epochs, **more
         )
@@ -218,7 +218,7 @@ def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, wor
         return strategy.statistics
     # Those that compute the same samples together see one process's batch.
     is_shared = world.is_shared and (strategy.mesh.replica.size == 1 or strategy.mesh.data.size > 1)
-    is_shared = is_shared and not isinstance(strategy, HandsOut)  # whose pieces have nobody to share a batch with
+    is_shared = is_shared and not isinstance(strategy, HandsOut)  # whose pieces have no one to share a batch with
     if settings.batch_norm == "global" and is_shared:
         return make_global(model, strategy.mesh.data)
     # One worker is its own global batch. What is compiled is left as it is: the compiler knows PyTorch's own class.
@@ -348,7 +348,7 @@ def _check_made(made: nn.Module, settings: Settings, world: World, *, takes_spar
 
 
 def check_handed_out(strategy: Strategy, data: Data, settings: Settings) -> None:
-    """See that the pieces of `data` can go to whoever is free.
+    """See that the pieces of `data` can go to the worker that is free.
 
     Raises:
         ConfigError: they cannot.

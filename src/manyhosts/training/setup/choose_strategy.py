@@ -122,7 +122,7 @@ def virtual_workers(parts: int, strategy: Asked, world: World, auditor: Auditor 
 
 
 _MOST = float(1 << 52)
-"""Bytes, where nobody says how many there are."""
+"""Bytes, where no one says how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `auto` stands for."""
+    """What `auto` means."""
 
     settings: Settings
     """With it, or as they were where they name a strategy."""
@@ -159,7 +159,7 @@ class Choice:
 
 
 def choose(given: Given) -> Choice:
-    """Find what `auto` stands for. All workers call it together.
+    """Find what `auto` means. All workers call it together.
 
     Raises:
         ConfigError: the training fits in no way.
@@ -170,7 +170,7 @@ def choose(given: Given) -> Choice:
     if host_state.counts_addresses():
         take_from_one_place()
     sizes = _sizes(given)
-    training = _agreed(given, sizes)  # all have found theirs: nobody takes memory while the others look what is left
+    training = _agreed(given, sizes)  # all have found theirs: no one takes memory while the others look what is left
     left, rank = _least(world, _memory_left(world, given.made))
     found = fit.ways(training, world.size)
     chosen = fit.simplest(found, left)

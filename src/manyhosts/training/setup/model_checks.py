@@ -261,7 +261,7 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
     """See that `optimizer` steps by gradients alone, and by those that a worker holds.
 
     Raises:
-        ConfigError: it computes the loss itself, wants sparse gradients, or whole matrices where workers hold parts; or
+        ConfigError: it computes the loss itself, wants sparse gradients, or all of a matrix that workers share; or
             it is made for other steps than these.
     """
     kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_WHOLE_MATRICES), None)

@@ -38,6 +38,6 @@ def fuse(optimizer: Optimizer, *, holds_whole_model: bool) -> None:
         if on_gpu and "fused" in group and real and alike and can_fuse and not asked:
             group["fused"] = True
     if all(group.get("fused") for group in optimizer.param_groups):
-        # As if made so, or fp16 waits in each step. On the host it must: the kernel would not wait for what it is told.
+        # As if made so, or fp16 waits in each step. On the host it must: the kernel would not wait for the numbers.
         all_on_gpu = all(is_asynchronous(each.device) for group in optimizer.param_groups for each in group["params"])
         optimizer._step_supports_amp_scaling = all_on_gpu  # type: ignore[attr-defined]

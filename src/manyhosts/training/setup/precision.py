@@ -56,7 +56,7 @@ class Precision:
 
 
 class _ScalerOfParts(torch.amp.GradScaler):
-    """Looks at what this worker holds of each gradient: PyTorch's own takes no list of cut and whole ones.
+    """Looks at what this worker holds of each gradient: PyTorch's own takes no list of cut and entire ones.
 
     Where gradients lie on the host PyTorch's own begins to send the scale there, and multiplies before it has come.
     """

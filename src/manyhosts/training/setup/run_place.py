@@ -1,4 +1,4 @@
-"""Where the runs of a trainer are kept, and how one that nobody launched is resumed.
+"""Where the runs of a trainer are kept, and how one that no one launched is resumed.
 
 A script may make several trainers: what has one name (a directory, an address for snapshots) is the first one's, and
 holds that of the others.
@@ -67,7 +67,7 @@ class RunPlace:
         return dataclasses.replace(settings, snapshots=own)
 
     def command(self, directory: RunDirectory) -> str:
-        """What the user types to resume the run in `directory`; empty where nobody has typed any."""
+        """What the user types to resume the run in `directory`; empty where no one has typed any."""
         if not _is_command():
             return ""
         words = shlex.join(sys.orig_argv)

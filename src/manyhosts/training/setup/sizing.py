@@ -35,23 +35,23 @@ class UpdateBytes:
     kept: int
     """From one step to the next."""
     passing: int
-    """Beside that, while it steps."""
+    """Besides that, while it steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassBytes:
-    """What a forward and a backward pass take, beside the model and its gradients."""
+    """What a forward and a backward pass take, besides the model and its gradients."""
 
     activations: int
     """That the forward pass leaves for the backward pass."""
     backward: int
-    """That the backward pass has at most beside these."""
+    """That the backward pass has at most besides these."""
     checkpointed: int | None
     """The activations where the blocks are computed again; None where there are none."""
 
 
 class HeldBytes(TorchDispatchMode):
-    """Within, knows how many bytes of tensors made there are held, and how many were at most."""
+    """Within, knows how many bytes of tensors made there are kept, and how many were at most."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
@@ -148,7 +148,7 @@ def pass_bytes(
 
 
 def _saved(freed: Sequence[int]) -> int:
-    """What is not held where blocks are computed again, one at a time."""
+    """What is not kept where blocks are computed again, one at a time."""
     return sum(freed) - max(freed, default=0)
 
 
@@ -186,12 +186,12 @@ class _Block:
 
     before: int = 0
     freed: int = 0
-    """Bytes that it leaves behind beyond its output: what computing it again makes free."""
+    """Bytes that it leaves in memory beyond its output: what computing it again makes free."""
 
 
 @contextmanager
 def _watched(modules: Sequence[nn.Module], held: HeldBytes) -> Iterator[dict[int, _Block]]:
-    """Within, see what each of `modules` leaves behind, by its identity."""
+    """Within, see what each of `modules` leaves in memory, by its identity."""
     found: dict[int, _Block] = {}
     hooks = []
     for module in modules:

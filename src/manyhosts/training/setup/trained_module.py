@@ -123,7 +123,7 @@ def twice(what: str) -> ConfigError:
 
 
 _guarded: WeakSet[nn.Module] = WeakSet()
-"""Models that nobody may call alone."""
+"""Models that no one may call alone."""
 _called: WeakSet[nn.Module] = WeakSet()
 """Of these, the ones that all workers call now, in the same order."""
 
@@ -167,13 +167,13 @@ def _check(model: nn.Module, inputs: Any) -> None:
 def summary(model: nn.Module, *, depth: int = 2) -> str:
     """One row for each module down to `depth`, with what is below it; tied parameters count once, where they are first.
 
-    Shape of a row: name, class, parameters, how many are trained. The last row is the whole, with its bytes.
+    Shape of a row: name, class, parameters, how many are trained. The last row is the total, with its bytes.
     """
     rows = [("module", "class", "parameters", "trained"), *_rows(model, "", depth, set())]
     every = list(model.parameters())
     total, trained = sum(each.numel() for each in every), sum(each.numel() for each in every if each.requires_grad)
-    held = sum(each.numel() * each.element_size() for each in (*every, *model.buffers()))
-    rows.append(("all", f"{held / 1e6:.3g} MB with buffers", f"{total:,}", f"{trained:,}"))
+    size = sum(each.numel() * each.element_size() for each in (*every, *model.buffers()))
+    rows.append(("all", f"{size / 1e6:.3g} MB with buffers", f"{total:,}", f"{trained:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}  {of_it:>{widths[3]}}"

@@ -1,1 +1,1 @@
-"""Everything that a training is: for the disk, for a new worker, for one that is a step behind."""
+"""Everything that a training is: for the disk, for a new worker, for one that is a step late."""

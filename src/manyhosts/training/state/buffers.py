@@ -39,7 +39,7 @@ def transient(model: nn.Module) -> dict[str, Tensor]:
 def put_transient(model: nn.Module, given: Mapping[str, Tensor]) -> None:
     """Have what `transient` gave. A buffer of another shape, or yet without a tensor, is replaced.
 
-    One that `model` has not, or no longer, is left out: what it holds beside its state_dict is its own affair.
+    One that `model` has not, or no longer, is left out: what it holds besides its state_dict is its own affair.
     """
     modules = dict(model.named_modules())
     for name, tensor in given.items():
@@ -69,7 +69,7 @@ class BufferCopies:
         self.followed: set[str] = set()
         """The names of those parameters."""
         self.tensors: list[Tensor] = []
-        """Those that the modules held then."""
+        """Those that the modules had then."""
         self.memory: list[Tensor] = []
         """What can be written into of each."""
         self.copies: list[Tensor] = []

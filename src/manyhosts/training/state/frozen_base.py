@@ -1,7 +1,7 @@
 """Models with adapters of PEFT: the frozen weights below them, which the script makes again, are not in snapshots.
 
 A snapshot names the checksum of the frozen weights that its adapters belong to, and goes with no others. Where
-something has changed frozen weights after all, snapshots hold the whole model.
+something has changed frozen weights after all, snapshots hold the entire model.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class FrozenBase:
 
     @cached_property
     def _as_made(self) -> tuple[str, int]:
-        """Checksums of the whole tensors, and of what this worker holds of them. All workers ask for it together."""
+        """Checksums of the entire tensors, and of what this worker holds of them. All workers ask for it together."""
         found: dict[str, str] = {}
         for name, each in self.tensors().items():
-            found |= tensor_checksums({name: self._holding.whole(each)})  # one whole tensor at a time
+            found |= tensor_checksums({name: self._holding.whole(each)})  # one entire tensor at a time
         return f"{combined(found):016x}" if found else "", self._held()
 
     def _held(self) -> int:

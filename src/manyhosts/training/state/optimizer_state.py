@@ -120,9 +120,9 @@ def _refusal(what: str) -> SnapshotError:
 _ABOUT_SPEED = {*KERNELS, "differentiable"}
 """Options that change no number."""
 _COUNTS = {"base_lrs", "_last_lr", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step"}
-"""What a schedule keeps beside its own parameters; its first rates follow from the optimizer's."""
+"""What a schedule keeps besides its own parameters; its first rates follow from the optimizer's."""
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
-"""What a plateau schedule has learned from validations, which nobody can do again."""
+"""What a plateau schedule has learned from validations, which no one can do again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class InitialOptimizer:
     def stand(
         self, optimizer: Optimizer, schedule: LRScheduler | None, *, steps: int, kept: Mapping[str, Any], asked: Any
     ) -> None:
-        """Have options and schedule as after `steps` steps. `kept` is what a snapshot held of both; `asked`, under
+        """Have options and schedule as after `steps` steps. `kept` is what a snapshot kept of both; `asked`, under
         which options it was made.
 
         Raises:
@@ -224,7 +224,7 @@ def _hash_of(names: Iterable[str]) -> str:
 
 
 def _plain_schedule(schedule: LRScheduler, before: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
-    """Its kind, its own parameters, and what it has put into the optimizer's groups beside the rate."""
+    """Its kind, its own parameters, and what it has put into the optimizer's groups besides the rate."""
     groups = []
     for old, group in zip(map(_plain_options, before), optimizer.param_groups, strict=True):
         now = _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
@@ -249,7 +249,7 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are numbers, texts, or lists and mappings of them: what a function does nobody can compare."""
+    """Those that are numbers, texts, or lists and mappings of them: what a function does no one can compare."""
     found = {}
     for key, value in sorted(values.items()):
         plain = _plain(value)

@@ -34,11 +34,11 @@ class TrainerState:
         """Of that run."""
         world = parts.world
         self.group = None if world.apart or world.membership is None else world.membership.group
-        """The group of workers that its strategy has met last; None where it was made apart from the others."""
+        """The group of workers that its strategy has met last; None where it was made without the others."""
 
     @property
     def step(self) -> int:
-        """Where its last run stands."""
+        """Where its last run is."""
         return 0 if self.run is None else self.run.step
 
     def refresh(self) -> None:
@@ -163,7 +163,7 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
 
 
 def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
-    """What a snapshot keeps, as `parts` hold it: whole, or of each tensor this worker's part."""
+    """What a snapshot keeps, as `parts` hold it: complete, or of each tensor this worker's part."""
     if parts.strategy.traits.holds_whole_model:
         return loaded.state
     return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
@@ -204,7 +204,7 @@ def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def load_model(model: nn.Module, weights: dict[str, Any], *, may_lack: Collection[str] = ()) -> None:
-    """Put `weights` into `model`, in place, so that whoever holds its tensors sees them.
+    """Put `weights` into `model`, in place, so that all that hold its tensors see them.
 
     `may_lack`: names of which `weights` may have nothing; these stay as they are.
     """

@@ -28,7 +28,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class RemoteCopy:
-    """What one run keeps at `address`, beside its directory."""
+    """What one run keeps at `address`, besides its directory."""
 
     def __init__(self, address: str, directory: RunDirectory, *, keep: int, script: Path, world: World) -> None:
         self.address, self._directory, self._script, self._world = address, directory, script, world
@@ -105,7 +105,7 @@ class RemoteCopy:
         thread = threading.Thread(target=tell, name="manyhosts-bring", daemon=True)
         if self._world.is_leader:
             thread.start()
-        while self._world.any(_still_runs(thread)):  # so that nobody takes a long download for a worker that is gone
+        while self._world.any(_still_runs(thread)):  # so that no one takes a long download for a worker that is gone
             pass
         error = next(iter(raised), None)
         if error is not None and not isinstance(error, ManyhostsError):
@@ -114,7 +114,7 @@ class RemoteCopy:
         return reported
 
     def offer(self, path: Path) -> None:
-        """Copy the whole snapshot in the folder `path`, soon, where this worker is the leader."""
+        """Copy the entire snapshot in the folder `path`, soon, where this worker is the leader."""
         if self._world.is_leader:
             self.copier.offer(path)
 

@@ -1,4 +1,4 @@
-"""What a resume may change, and what it may not: one table, held against what a snapshot says it was asked with.
+"""What a resume may change, and what it may not: one table, compared with what a snapshot says it was asked with.
 
 A snapshot's manifest keeps, as `run`, the settings that matter here, optimizer and schedule as the script made them,
 and what tells the training set from another. Where a run is resumed, the leader holds against this what is asked
@@ -33,7 +33,7 @@ class Row:
     then: str
     """What a resume does about a change."""
     keys: tuple[str, ...] = ()
-    """Where a snapshot keeps it; none where it keeps nothing of it, and nobody looks."""
+    """Where a snapshot keeps it; none where it keeps nothing of it, and no one looks."""
     refused: bool = False
 
 
@@ -136,7 +136,7 @@ class Changes:
     """Each with what it was and is: `lr 0.1 → 0.01`."""
     keys: frozenset[str] = frozenset()
     """The keys of what changed, as in `Row.keys`; `watched` (what is the best model, by now), `stopping` (what early
-    stopping watches) and `kept back` beside them."""
+    stopping watches) and `kept back` besides them."""
     unknown: str = ""
     """Why it is not known what changed; nothing where it is."""
 

@@ -1,12 +1,12 @@
 """Going back to a snapshot in the middle of a run: from a step that went wrong, or from steps that are in doubt.
 
-The steps behind the snapshot are done again, with the same bits. When a step comes again that went wrong nothing is
+The steps after the snapshot are done again, with the same bits. When a step comes again that went wrong nothing is
 computed: its samples are passed over, it keeps its number, and the schedule moves on.
 
 In doubt are steps after workers were found to compute wrongly, and the others continue without them. What was found in
 a step is found before its update. But steps in which nothing of such a worker was compared may have carried its errors
 into the weights of all, so the run goes back to the newest snapshot from before them. Snapshots that are later are set
-aside, on every disk, before anything else: whatever ends the run now, nobody continues from them.
+aside, on every disk, before anything else: whatever ends the run now, no one continues from them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_IN_A_ROW = 3
 
 
 def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered:
-    """Have the parts as the newest snapshot has them. Every worker calls this. Returns what is to be told.
+    """Have the parts as the newest snapshot has them. Every worker calls this. Returns what is to be reported.
 
     Raises:
         TrainingError: there is no snapshot, or this one has been gone back to too often.
@@ -46,7 +46,7 @@ def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule)
     before = [step for step in state.left_out if step > found.step]
     if len(before) >= MOST_IN_A_ROW:
         raise TrainingError(
-            f"{bad.trouble} in step {bad.step}, after {len(before)} others behind the snapshot of step {found.step}",
+            f"{bad.trouble} in step {bad.step}, after {len(before)} others after the snapshot of step {found.step}",
             where=bad.where,
             fix="look at those samples, lower the learning rate, or set clip_gradients",
         )
@@ -56,7 +56,7 @@ def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule)
 
 
 def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered | Note:
-    """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what is to be told."""
+    """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what to report."""
     began, step, world = time.monotonic(), loop.state.step, loop.parts.world
     keep_from_resuming(snapshot_schedule, world, trusted)
     steps = f"steps {trusted + 1} to {step}"
@@ -73,7 +73,7 @@ def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) ->
 
 
 def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, trusted: int) -> None:
-    """Set aside the snapshots from behind step `trusted`. Every worker calls this."""
+    """Set aside the snapshots from after step `trusted`. Every worker calls this."""
     _wait_for_all(snapshot_schedule, world)
     if first_of_disk(world):
         set_aside(snapshot_schedule.store.folder, after=trusted)
@@ -86,7 +86,7 @@ def _wait_for_all(snapshot_schedule: SnapshotSchedule, world: World) -> None:
 
 
 def _stand_at(found: RunState, loop: Loop, began: float, reason: str, how: str = "", *, last: int) -> Recovered:
-    """Be where a snapshot stands, after step `last`, but for the clock: that continues, and limits on time with it."""
+    """Be where a snapshot is, after step `last`, but for the clock: that continues, and limits on time with it."""
     state = loop.state
     reached_s, lost_s = state.seconds, max(0.0, state.seconds - found.seconds) + time.monotonic() - began
     state.become(found)

@@ -1,4 +1,4 @@
-"""Where a run stands: everything beside model and optimizer that it needs to continue."""
+"""Where a run is: everything besides model and optimizer that it needs to continue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from manyhosts.data.order import Position
 
 @dataclass(slots=True)
 class RunState:
-    """Changed by the loop alone; kept whole in every snapshot."""
+    """Changed by the loop alone; kept complete in every snapshot."""
 
     step: int = 0
     """Optimizer steps done."""
     position: Position = field(default_factory=Position)
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """What this worker's stream needs beside the position; empty for map-style datasets."""
+    """What this worker's stream needs besides the position; empty for map-style datasets."""
     seconds: float = 0.0
     """Time spent, over all restarts, by the leader's clock."""
     epoch_loss: float = 0.0
@@ -37,7 +37,7 @@ class RunState:
     """The best value of the metric that early stopping watches, which may be another one."""
     validations_without_gain: int = 0
     left_out: tuple[int, ...] = ()
-    """Steps that went wrong before the run went back behind them: their samples are not trained on."""
+    """Steps that went wrong before the run went back to before them: their samples are not trained on."""
     counts_by: str = ""
     """What a look at the loss before the first step has found pieces to count by; empty before it."""
     ended: str = ""
@@ -49,7 +49,7 @@ class RunState:
             setattr(self, entry.name, getattr(other, entry.name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a snapshot; `stream`, which differs from worker to worker, is kept apart."""
+        """Plain values for a snapshot; `stream`, which differs from worker to worker, is kept separately."""
         return {
             "step": self.step,
             "epoch": self.position.epoch,

@@ -52,8 +52,8 @@ def as_held(given: Any, own: Any, holding: Holding) -> Any:
 class TakenUp(Mapping[str, Any]):
     """What a snapshot keeps, each tensor cut as this worker holds it: read when it is asked for, value by value.
 
-    What stands where a parameter, or what the optimizer keeps of its shape, belongs is cut as the parameter is; all
-    else is read whole.
+    What is where a parameter, or what the optimizer keeps of its shape, belongs is cut as the parameter is; all
+    else is read entirely.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TakenUp(Mapping[str, Any]):
 
 
 def _whole(stored: Any, *, but: str = "") -> Any:
-    """`stored` with whole tensors, without what is under the key `but`."""
+    """`stored` with complete tensors, without what is under the key `but`."""
     if isinstance(stored, StoredTensor):
         return stored.whole()
     if isinstance(stored, Mapping):
@@ -135,7 +135,7 @@ def _whole(stored: Any, *, but: str = "") -> Any:
 def put_cut(
     own: Mapping[str, Any], given: Mapping[str, Any], holding: Holding, *, may_lack: Collection[str] = ()
 ) -> None:
-    """Copy the tensors of `given`, whole or cut as those of `own`, into these.
+    """Copy the tensors of `given`, complete or cut as those of `own`, into these.
 
     `may_lack`: names of which `given` may have nothing; these stay as they are.
 
@@ -158,7 +158,7 @@ def put_cut(
 
 
 def whole_state(state: Mapping[str, Any], holding: Holding, *, keep: bool) -> dict[str, Any]:
-    """`state` with whole tensors on the CPU, put together one after another; nothing of them without `keep`.
+    """`state` with complete tensors on the CPU, put together one after another; nothing of them without `keep`.
 
     All workers that hold parts call this together.
     """

@@ -49,7 +49,7 @@ class SnapshotSchedule:
         tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
         second: RemoteCopy | None = None,
     ) -> None:
-        """`second`: where each snapshot is copied to, beside the run directory."""
+        """`second`: where each snapshot is copied to, besides the run directory."""
         self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
         self.settings = settings
         self.rule = settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")
@@ -106,7 +106,7 @@ class SnapshotSchedule:
         self.saved_at = state.step
         own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
         holding = parts.strategy.holding
-        # Where models drift apart theirs is the mean.
+        # Where models diverge theirs is the mean.
         weights, base = self._weights(state.step)
         everything = {**training_state_dict(parts), **weights, "run": state.to_dict()}
         self.store.save(
@@ -120,9 +120,9 @@ class SnapshotSchedule:
         self.is_writing = True  # the next update lets go of what was copied
 
     def save_alone(self, state: RunState) -> bool:
-        """Make a snapshot of what this worker holds, without any other. Whether it is whole now.
+        """Make a snapshot of what this worker holds, without any other. Whether it is complete now.
 
-        The model is written as the best one before, where it is that and nobody has done it.
+        The model is written as the best one before, where it is that and no one has done it.
         """
         parts = self.parts
         facts = replace(self._facts(state), run=asked_of(self.settings, parts))
@@ -169,7 +169,7 @@ class SnapshotSchedule:
         self.is_writing = True
 
     def _weights(self, step: int) -> tuple[dict[str, Any], str]:
-        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they drift apart.
+        """The model, and the loss's state, as all workers hold them: a copy of the mean, where they diverge.
 
         With the checksum of the frozen weights that are not among them; empty where nothing is left out.
 
@@ -245,7 +245,7 @@ class SnapshotSchedule:
         return self.restore()
 
     def has_whole(self, step: int) -> bool:
-        """Whether the snapshot of `step` is on the leader's disk, whole. Every worker calls this, after `finish`."""
+        """Whether the snapshot of `step` is on the leader's disk, complete. Every worker calls this, after `finish`."""
         newest = self.newest
         return not self.parts.world.any(self.parts.world.is_leader and (newest is None or newest.step != step))
 
@@ -255,7 +255,7 @@ class SnapshotSchedule:
         return self.parts.world.any(self.parts.world.is_leader and any(word in self.trouble for word in words))
 
     def drop_oldest(self) -> bool:
-        """Make room: remove the oldest snapshot, on every disk. Never the newest whole one, nor the best.
+        """Make room: remove the oldest snapshot, on every disk. Never the newest complete one, nor the best.
 
         Every worker calls this. Returns whether the leader's disk had one.
         """
@@ -320,7 +320,7 @@ class SnapshotSchedule:
             state.ended = ""
 
     def take_end(self, step: int) -> bool:
-        """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and whole."""
+        """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and complete."""
         self.store.wait()
         try:
             loaded = load(self.store.folder / f"step-{step:08d}", self.parts.fits())

@@ -1,4 +1,4 @@
-"""What is told once, when a run begins: where it begins, and what is worth saying."""
+"""What is reported once, when a run begins: where it begins, and what is worth saying."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def announce(loop: Loop, run_log: RunLog, loaded: Loaded | None, *, why_not_surv
 def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, why_not_survive: str) -> list[str]:
     """One sentence for each thing that the person who started a run may not expect.
 
-    `why_not_survive`: why nobody continues where a worker is lost; empty where the others do.
+    `why_not_survive`: why no one continues where a worker is lost; empty where the others do.
     """
     settings, parts, world = loop.settings, loop.parts, loop.parts.world
     found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)

@@ -162,7 +162,7 @@ def factors_of_links(
     """How many times as long as the others' each host's link takes, and each way between two hosts.
 
     `seconds`: of the same amount between every two hosts, there and back. A host's link is as fast as its fastest way,
-    and a way is held against the links of its two hosts. Of two hosts nobody can say whose link it is.
+    and a way is compared with the links of its two hosts. Of two hosts no one can say whose link it is.
     A host that computes slowly, as `of_workers` has it, answers late whatever its link does: nothing is said of that.
     """
     hosts = sorted({host for pair in seconds for host in pair})
@@ -283,7 +283,7 @@ MOST_OF_THE_TIME = 0.005
 _SAMPLED = 24
 """Of so many steps between two comparisons it is known, step by step, how long each worker waited for the others."""
 _FACTS = 10
-"""Numbers that each worker tells before these waits; behind them come two, how far its steps are planned."""
+"""Numbers that each worker tells before these waits; after them come two, how far its steps are planned."""
 
 
 class StragglerMonitor:
@@ -311,7 +311,7 @@ class StragglerMonitor:
     def compare(self, taken: Step | None, *, is_last: bool = False) -> None:
         """Tell the others what the last steps took here, tell of all workers, and name who is slow.
 
-        `taken`: what the last step has read. `is_last`: no steps follow, so nobody is named.
+        `taken`: what the last step has read. `is_last`: no steps follow, so no one is named.
         """
         if taken is not None and (not taken.ends_epoch or not self._samples):
             self._samples = sum(len(piece.plan.indices) for piece in taken.pieces)
@@ -348,7 +348,7 @@ class StragglerMonitor:
         facts[-1] = self._number
         waits = [math.nan] * _SAMPLED
         if steps:
-            # Means: a processor whose quota is used up stands still in one step of many, and medians do not see that.
+            # Means: a processor whose quota is used up is still in one step of many, and medians do not see that.
             timings = [step.timing for step in steps]
             total, waited, data, stalled = (
                 statistics.fmean(column)
@@ -369,7 +369,7 @@ class StragglerMonitor:
         return torch.tensor(row, dtype=torch.float64, device=self._world.device)
 
     def _move(self, balance: Balance, timed: WorkersTimed, since: Position, table: Sequence[Sequence[float]]) -> bool:
-        """Cut batches otherwise where that is worth it. Whether whoever holds the others up will soon do so no more."""
+        """Cut batches otherwise where that is worth it. Whether one that holds the others up will soon not."""
         reached = max(Position(*map(int, row[_FACTS + _SAMPLED :][:2])) for row in table)
         news = balance.hear(timed.workers, since=since, reached=reached)
         if news:

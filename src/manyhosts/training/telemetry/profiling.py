@@ -51,7 +51,7 @@ class Profiling:
         self._is_over = False
 
     def hear(self, event: Event) -> None:
-        """Begin behind the steps that warm up, and end behind those that were asked for."""
+        """Begin after the steps that warm up, and end after those that were asked for."""
         if self._is_over or not isinstance(event, StepDone):
             return
         if self._warming:
@@ -74,7 +74,7 @@ class Profiling:
             self._end(f"; the run ended after {done} of the {asked} steps that were asked for")
             return
         self.close()
-        text = f"no profile was made: this training had no step behind the first {WARM_UP}, which warm up"
+        text = f"no profile was made: this training had no step after the first {WARM_UP}, which warm up"
         self._tell(Note(text=text, step=0, time=time.time()))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What one run writes down and says: its record, the events for its listeners, its samples, and signs of life.
 
-Listeners are on the leader alone. Every other worker remembers what was told last, so that one of them can lead in its
-place: it takes over the files, and tells what the last leader had not written.
+Listeners are on the leader alone. Every other worker remembers what was reported last, so that one of them can lead in
+its place: it takes over the files, and tells what the last leader had not written.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunLog:
         self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
-        """What was told last, on every worker: should the leader go, another one knows what it had not yet written."""
+        """What was reported last, on every worker: should the leader go, another one knows what it had not written."""
         self.started: RunStarted | None = None
         self.samples: SamplesFile | None = None
         self.led = False
@@ -164,8 +164,8 @@ class RunLog:
     def become_leader(self, *, goes_on: bool = True) -> None:
         """Be the leader from now on, and tell what every worker knows and the last leader has not written.
 
-        `goes_on`: whether the run does. Where not, its directory is not locked; and where the last leader has told how
-        the run ended, that is how: what ends this worker follows from it.
+        `goes_on`: whether the run does. Where not, its directory is not locked; and where the last leader has
+        reported how the run ended, that is how: what ends this worker follows from it.
         """
         if self.led:
             return
@@ -201,7 +201,7 @@ class RunLog:
             self.copies, self.news = True, Broadcast([WriteMetrics(MetricsFile(self.directory.metrics))])
 
     def flush(self) -> bool:
-        """Have everything that was told on the disk: a snapshot must not be ahead of the records. Whether it is there.
+        """Have all that was reported on the disk: a snapshot must not be ahead of the records. Whether it is there.
 
         Where the disk is full the lines wait, and training continues.
 
@@ -253,7 +253,7 @@ class RunLog:
             self.tell(event)
 
     def remembered(self) -> list[Event]:
-        """What was told last, oldest first."""
+        """What was reported last, oldest first."""
         return list(self.recent)
 
     # Which samples there are, and which each step takes.
@@ -277,7 +277,7 @@ class RunLog:
             self.samples.add(step, indices, group=0 if membership is None else membership.group)
 
     def resume_samples(self, step: int) -> None:
-        """Steps behind `step` are taken again: what was noted of them counts no more, by ranks that are gone, too."""
+        """Steps after `step` are taken again: what was noted of them counts no more, by ranks that are gone, too."""
         if self.samples is None:
             return
         self.samples.resume_at(step)

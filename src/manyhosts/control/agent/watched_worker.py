@@ -66,7 +66,7 @@ class WatchedWorker:
     ) -> None:
         """`report` sends a message to the head, and `show` what the worker has printed: complete lines.
 
-        `log_bytes` is how large its log grows before another one is begun; 0: as it likes.
+        `log_bytes` is how large its log grows before another one is begun; 0: no limit.
 
         `on_failure` is called when the worker says that its program has failed, before its process ends.
 

@@ -134,7 +134,7 @@ LOOKS = 3
 _PAUSE_S = 0.5
 """The reporter would drop what comes sooner; looking at the clock here is cheaper."""
 _OTHER_WAYS = ("horovod", "mpi4py", "deepspeed", "ray.train", "bagua", "oneccl_bindings_for_pytorch")
-"""A script that imports one of these may train together without a process group, or split the weights in its own way."""
+"""A script that imports one of these may train together without a process group, or shard the weights its own way."""
 _LIBRARIES = ("accelerate", "lightning", "pytorch_lightning")
 
 

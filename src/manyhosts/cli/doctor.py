@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def places(command: Callable[..., int]) -> Callable[..., int]:
-    """Options that say which hosts are looked at, as `run` takes them."""
+    """Options that say which hosts are examined, as `run` takes them."""
     for option in reversed(
         (
             click.option(

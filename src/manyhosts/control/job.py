@@ -78,7 +78,7 @@ class Job:
     options: Mapping[str, str] = field(default_factory=dict)
     """What `-o KEY=VALUE` asked of the target."""
     check: bool = True
-    """Whether hosts are looked at before workers start."""
+    """Whether hosts are checked before workers start."""
     sync: bool = True
     """Whether the working directory is brought to hosts that do not share it."""
     bring: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from manyhosts.units import bytes_in_words, seconds_in_words
 
 
 def places(command: Callable[..., int]) -> Callable[..., int]:
-    """Options that say which hosts are looked at, as `run` takes them."""
+    """Options that say which hosts are examined, as `run` takes them."""
     for option in reversed(
         (
             click.option(

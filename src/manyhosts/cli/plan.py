@@ -19,11 +19,9 @@ from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
 from manyhosts.listeners.paint import paint, writable
-from manyhosts.planner import catalog, fit
+from manyhosts.planner import catalog
 from manyhosts.planner.catalog import Machines
-from manyhosts.planner.interval import past
 from manyhosts.planner.measured import Network
-from manyhosts.planner.recommend import SAME_STEPS
 from manyhosts.units import bytes_in_words, seconds_in_words
 
 if TYPE_CHECKING:
@@ -261,6 +259,7 @@ COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
 
 def print_plan(plan: Plan, stream: TextIO, *, everything: bool) -> None:
     """Print everything, in colours on a terminal. `everything`: every way, not only those that are worth a look."""
+    from manyhosts.planner.interval import past
 
     def title(text: str) -> str:
         return paint(text, "bold") if stream.isatty() else text
@@ -322,6 +321,9 @@ def _how(each: Prediction) -> str:
 
 def memory_of(found: Sequence[Prediction]) -> list[str]:
     """What a worker holds where there are most of them, in each way whose workers hold one model."""
+    from manyhosts.planner import fit
+    from manyhosts.planner.recommend import SAME_STEPS
+
     most = max(each.workers for each in found)
     shown = {_how(each): each.memory for each in found if each.workers == most and each.strategy in SAME_STEPS}
     return fit.table(shown.items())

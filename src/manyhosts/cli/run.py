@@ -185,7 +185,7 @@ def run(**words: Any) -> int:
     Everything after SCRIPT is the script's own. Each worker's output is kept in DIR/logs. The cores of a host are
     shared out between its workers (OMP_NUM_THREADS), unless that variable is set.
 
-    Ctrl-C asks the workers to end; once more ends them at once.
+    Ctrl-C asks the workers to end; a second Ctrl-C kills them.
     """
     job = _job(words)
     titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")

@@ -113,7 +113,7 @@ class CallAlreadyFinished(Exception):
 
 
 class Membership:
-    """One worker's line to its agent. Its thread listens; whatever it hears wakes the one that trains."""
+    """One worker's line to its agent. Its thread listens; each message wakes the one that trains."""
 
     def __init__(self, address: str, *, member: int, local_rank: int, joins: bool) -> None:
         """Remember how to reach the agent; `begin` and `join` connect."""

@@ -150,7 +150,7 @@ def _entry_of(function: str) -> int:
 def entry_in(base: int, function: str) -> int:
     """Where the library that is in memory from `base` on keeps the address of an imported `function`; 0 if nowhere.
 
-    Only entries that calls go through are looked at, of the kind that this library's machine has for them.
+    Only entries that calls go through are read, of the kind that this library's machine has for them.
     """
     if ctypes.string_at(base, 6) != b"\x7fELF\x02\x01":  # 64 bits, little end first
         return 0

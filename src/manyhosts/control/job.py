@@ -56,7 +56,7 @@ class Job:
     prefix: bool = True
     """Whether a line that is shown begins with its rank, where there are several."""
     log_bytes: int = 1 << 30
-    """How large the log of a worker grows before another one is begun in its place; 0: as it likes."""
+    """How large the log of a worker grows before another one is begun in its place; 0: no limit."""
     warm_s: float = 0.0
     """How long what workers are forked from waits for another run when this one is over; 0: not at all."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Job:
     options: Mapping[str, str] = field(default_factory=dict)
     """What `-o KEY=VALUE` asked of the target."""
     check: bool = True
-    """Whether hosts are looked at before workers start."""
+    """Whether hosts are checked before workers start."""
     sync: bool = True
     """Whether the working directory is brought to hosts that do not share it."""
     bring: tuple[str, ...] = ()

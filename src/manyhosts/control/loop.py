@@ -94,7 +94,7 @@ class Loop:
         """Call `callback` for each of `signals` that comes, from the loop.
 
         Raises:
-            ValueError: this is not the main thread, which alone hears of signals.
+            ValueError: this is not the main thread, which alone handles signals.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("signals reach the main thread only")
@@ -317,7 +317,7 @@ class Channel:
                 self._socket.close()
 
     def hang_up(self) -> None:
-        """End it as where the other side speaks nonsense: `on_end` hears of it."""
+        """End it because the other side sent nonsense: `on_end` is called with that."""
         if self._open:
             self.close()
             self.on_end()

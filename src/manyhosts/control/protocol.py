@@ -1,6 +1,6 @@
 """Every message that a head and its agents exchange once both have proven who they are: see `control.handshake`.
 
-What workers report (`fields`) is theirs to say, and is looked at by those that it concerns.
+The fields of a worker's report are its own; only those that need them read them.
 """
 
 from __future__ import annotations

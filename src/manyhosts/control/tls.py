@@ -112,7 +112,7 @@ class Tls:
         except ssl.SSLError:
             self._has_ended = True
             if not found:
-                raise  # otherwise the next one to read hears of the end
+                raise  # otherwise the next one to read notices the end
         return bytes(found)
 
     def _agree(self) -> bool:

@@ -83,7 +83,7 @@ def read(found: Mapping[str, Any], kinds: Mapping[str, type[Kind]]) -> Kind:
 
 
 def built(found: Mapping[str, Any], kind: Any) -> Any:
-    """An object of the dataclass `kind`. What it has no field for is not looked at.
+    """An object of the dataclass `kind`. Unknown fields are ignored.
 
     Raises:
         ValueError: it lacks a field, or has one of another type. The text ends a sentence.

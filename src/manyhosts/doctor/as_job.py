@@ -117,7 +117,7 @@ def _there(engine: Engine, job: Job, request: Request) -> Request:
 
 MARK = "manyhosts-doctor "
 REQUEST = "MANYHOSTS_DOCTOR_REQUEST"
-"""The variable with what is to be looked at, as JSON; paths below the working directory are relative to it."""
+"""The variable with the request, as JSON; paths below the working directory are relative to it."""
 LATE_S = 90.0
 """How long the other nodes are waited for once the first is up: images may still have to be brought there."""
 _MOST_PATIENCE_S = 600.0

@@ -23,7 +23,7 @@ def check(target: str, job: Job, known: Mapping[str, str], *, encrypts: bool = F
         raise ConfigError(
             f"--encrypt required, but {target} does not report which links it uses",
             where="--encrypt",
-            fix="start the run with --on ssh, which looks at the links, or leave --encrypt out",
+            fix="start the run with --on ssh, which knows the links, or leave --encrypt out",
         )
     for key, value in job.options.items():
         if key not in known:

@@ -162,7 +162,7 @@ class _Interrupts:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # which alone hears of signals
+        if threading.current_thread() is threading.main_thread():  # which alone handles signals
             self._before = {number: signal.signal(number, self._interrupt) for number in self._SIGNALS}
         return self
 

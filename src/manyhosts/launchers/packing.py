@@ -65,7 +65,7 @@ def program_there(job: Job) -> str:
     here, folder = os.path.abspath(job.folder / job.program), os.path.abspath(job.folder)
     if os.path.commonpath([here, folder]) != folder:
         raise ConfigError(
-            f"the script is outside of the working directory, {job.folder}, which is what is sent",
+            f"the script must be inside the working directory, {job.folder}",
             where=job.program,
             fix="start from a folder that holds it",
         )

@@ -76,7 +76,7 @@ def check_run_dir(job: Job) -> None:
         is_file = job.run_dir.exists() and not job.run_dir.is_dir()
     except OSError as cause:  # a name that is too long, a folder that may not be looked into
         raise ConfigError(
-            f"the run directory cannot be looked at: {cause.strerror}",
+            f"the run directory cannot be read: {cause.strerror}",
             where=str(job.run_dir),
             fix="give another --run-dir",
         ) from cause

@@ -174,7 +174,7 @@ def test_host_whose_message_lacks_what_the_head_looks_for_is_named(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, line = scene.train()
-    monkeypatch.setattr(Owner, "hear", lambda self, node, message: host_findings(node.name, message.reported))
+    monkeypatch.setattr(Owner, "receive", lambda self, node, message: host_findings(node.name, message.reported))
     line.say(Condition(reported={}, port=0))
     scene.run(lambda: scene.state.result is not None)
     assert "('condition') of the agent of host far could not be followed: it lacks 'disks'" in str(scene.state.result)

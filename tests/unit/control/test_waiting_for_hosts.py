@@ -67,7 +67,7 @@ def test_host_is_waited_for_while_the_others_get_on_and_not_when_they_stand_stil
     assert here.pass_by(60, alive=(0, 1), steps=(0, 1))
     assert not here.pass_by(8, alive=(0, 1)), "they wait for it"
     assert len(here.warned) == 1
-    assert "host n2 is silent, and the workers of others get on; it is waited for until 300 s" in here.warned[0]
+    assert "host n2 is silent, and workers of other hosts make steps; it is waited for until 300 s" in here.warned[0]
 
 
 def test_steps_from_before_and_steps_of_its_own_are_no_sign(scene: Callable[..., Scene]) -> None:

@@ -216,7 +216,7 @@ def test_request_that_makes_no_sense_is_refused_before_it_is_sent(more: dict[str
 
 
 def test_script_that_is_not_in_what_is_sent_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="outside of the working directory"):
+    with pytest.raises(ConfigError, match="inside the working directory"):
         Kubernetes().plan(Job(program="../train.py", folder=tmp_path, run_dir=tmp_path / "r", options={"image": "x"}))
 
 

@@ -100,7 +100,7 @@ def test_run_directory_that_does_not_exist_is_a_new_run(tmp_path: Path) -> None:
 
 def test_run_directory_whose_name_is_too_long_is_refused_with_a_launcher_and_without(tmp_path: Path) -> None:
     job = replace(job_in(tmp_path), run_dir=tmp_path / (300 * "a"))
-    with pytest.raises(ConfigError, match="the run directory cannot be looked at: File name too long"):
+    with pytest.raises(ConfigError, match="the run directory cannot be read: File name too long"):
         scripts.check_run_dir(job)
     with pytest.raises(ConfigError, match="cannot make the run directory: File name too long"):
         RunDirectory(job.run_dir).open_for(tmp_path / "train.py")

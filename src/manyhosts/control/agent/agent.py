@@ -370,7 +370,7 @@ def serve(
     titles.set_title(f"manyhosts agent of node {node}", "manyhosts agent")
     adopt_orphans()
     loop = Loop()
-    # First the signals, which the loop hears when it runs: what the agent makes on this host must be taken away.
+    # First the signals, which the loop handles when it runs: what the agent makes on this host must be taken away.
     loop.on_signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], lambda number: agent.ask_to_leave(number))
     agent = Agent(
         loop,

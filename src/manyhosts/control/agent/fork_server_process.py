@@ -12,7 +12,7 @@ it over a socket, one JSON line per request, with the descriptors that a request
     rest      end every worker, and wait for the agent of another run (`agent.warm`)
     end       end, and with it every worker
 
-and hears `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
+and receives `ready`, once, then `started` and `ended` of each fork, and `warm` with what was loaded. When the agent is
 gone, all that it has forked is killed; where the agent was killed itself, the next one may find it (`agent.standby`).
 """
 

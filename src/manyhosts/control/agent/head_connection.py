@@ -29,7 +29,7 @@ _CALL_S = 10.0
 _PROOF_S = 20.0
 """How long the head may take to prove itself: it may be busy with the start of a hundred agents."""
 _PATIENCE_S = 60.0
-"""How long a head is called again that has hung up before it knew this agent."""
+"""How long a head is called again that closed the connection before it knew this agent."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _HUNG_UP_S = 30.0
 _REFUSED_S = 5.0

@@ -25,7 +25,7 @@ VARIABLES = (
 )
 """What changes how workers communicate and compute. No other variable leaves the host."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  # it is looked at, nothing is made there
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only read, nothing is made there
 
 
 def gather(run_dir: str, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def cores() -> int:
 
 
 def cpu_quota(root: str = "/") -> float | None:
-    """How many cores' worth of time this process is let: the least of its cgroup and those around it. None: any."""
+    """How many cores' worth of time this process may use: the least of its cgroup and those around it. None: any."""
     found = []
     for place in _cgroups(root, "", "sys/fs/cgroup"):
         with contextlib.suppress(OSError, ValueError), open(os.path.join(place, "cpu.max")) as file:

@@ -59,7 +59,7 @@ class Log:
     def __init__(self, path: Path, limit_bytes: int, on_gap: Callable[[str], None]) -> None:
         """Append to the file. `limit_bytes`: how large it may grow; 0: no limit.
 
-        `on_gap` hears, once, why something could not be written.
+        `on_gap` is called once, with the reason, when something could not be written.
         """
         self.path, self._limit, self._on_gap = path, limit_bytes, on_gap
         self._rest = {"out": b"", "err": b""}

@@ -43,7 +43,7 @@ class Learning:
         self.rate = 0.0
         """The highest learning rate so far."""
         self._weights: dict[int, list[tuple[Any, Any]]] = {}
-        """By optimizer: what is looked at of each of its weights, and what that was."""
+        """By optimizer: the tensors that are compared of each of its weights, and their values before."""
 
     def inspect(self, optimizer: Any, arguments: Iterable[object]) -> None:
         """Before a step of `optimizer`, which is called with `arguments`."""
@@ -130,11 +130,11 @@ def is_cut_up(weight: Any) -> bool:
 
 
 LOOKS = 3
-"""How many steps are looked at closely."""
+"""How many steps are inspected closely."""
 _PAUSE_S = 0.5
 """The reporter would drop what comes sooner; looking at the clock here is cheaper."""
 _OTHER_WAYS = ("horovod", "mpi4py", "deepspeed", "ray.train", "bagua", "oneccl_bindings_for_pytorch")
-"""Who imports one of these may train together without a process group of torch, or cut the weights up as it likes."""
+"""A script that imports one of these may train together without a process group, or shard the weights its own way."""
 _LIBRARIES = ("accelerate", "lightning", "pytorch_lightning")
 
 
@@ -155,7 +155,7 @@ def begin() -> ScriptProbe | None:
 
 
 class ScriptProbe:
-    """Counts optimizer steps, looks at the first ones, and reports both, where the script does not do so itself.
+    """Counts optimizer steps, inspects the first ones, and reports both, where the script does not do so itself.
 
     Several optimizers that take turns (a GAN's two; one for each parameter; one that wraps another) make one step
     together: a new step begins when one of them steps for the second time.
@@ -234,7 +234,7 @@ class ScriptProbe:
                     self._add(f"inputs {self.done}", (inputs, named))
             return prepare(model, *inputs, **named)
 
-        wrapper._pre_forward = look_and_prepare  # stays: torch.compile may have looked at it already
+        wrapper._pre_forward = look_and_prepare  # stays: torch.compile may have seen it already
 
     def _put(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replace a method until the first steps are over."""

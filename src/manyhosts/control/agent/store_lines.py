@@ -53,7 +53,7 @@ class StoreLines:
         self._say(AskStore(line=self._shared[key], id=number, do="get_all", fields=asked))
 
     def answer(self, message: AnswerStore) -> None:
-        """The head answers. A worker that is gone, or waits no more, hears nothing."""
+        """The head answers. A worker that is gone, or waits no more, gets nothing."""
         if (asked := self._sharing.pop(message.line, None)) is not None:
             self._shared = {key: line for key, line in self._shared.items() if line != message.line}
             for each, number in asked:

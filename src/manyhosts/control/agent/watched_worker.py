@@ -66,11 +66,11 @@ class WatchedWorker:
     ) -> None:
         """`report` sends a message to the head, and `show` what the worker has printed: complete lines.
 
-        `log_bytes` is how large its log grows before another one is begun; 0: as it likes.
+        `log_bytes` is how large its log grows before another one is begun; 0: no limit.
 
         `on_failure` is called when the worker says that its program has failed, before its process ends.
 
-        `on_imported` hears, once, which modules its program has imported.
+        `on_imported` is called once, with the modules that its program has imported.
         `before_end` is called when it has ended, before its end is reported to the head.
         """
         self._loop, self._report, self._error_file = loop, report, error_file
@@ -240,7 +240,7 @@ class ReportServer:
         on_membership: Callable[[int, str, dict[str, Any]], None],
         store: StoreLines,
     ) -> None:
-        """`on_report` hears what workers (by local rank) say, `on_membership` what concerns who trains together.
+        """`on_report` receives reports of workers (by local rank), `on_membership` what concerns who trains together.
 
         `store` is asked what workers ask of the store that the head keeps.
         """
@@ -276,7 +276,7 @@ class ReportServer:
                 pass
 
     def send(self, member: int, message: Message) -> None:
-        """Pass on what the head says to a worker. One that has gone hears nothing."""
+        """Pass on the head's message to a worker. One that has gone gets nothing."""
         if member in self._lines:
             content = {name: value for name, value in message.items() if name != "message"}
             self._lines[member].send(message["message"], **content)

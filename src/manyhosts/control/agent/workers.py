@@ -55,7 +55,7 @@ class WorkerSetup:
     environment: Mapping[str, str]
     logs: Path
     log_bytes: int
-    """How large a log grows before another one is begun; 0: as it likes."""
+    """How large a log grows before another one is begun; 0: no limit."""
     fork_server: str
     """What the fork server is known by for the next agent; empty where none may find it."""
     stays_s: float

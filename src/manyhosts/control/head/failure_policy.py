@@ -303,7 +303,7 @@ class FailurePolicy:
         if not state.running:
             state.result = 130
             return
-        state.display.warn(f"manyhosts: {signal_name(number)}: the workers are ending; once more ends them at once")
+        state.display.warn(f"manyhosts: {signal_name(number)}: stopping workers; press Ctrl-C again to kill them")
         self._agents.send_all(
             Signal(
                 generation=state.generation,

@@ -40,7 +40,7 @@ _IDLE = 0.05
 
 @dataclass(slots=True)
 class _Pace:
-    """How one worker gets on."""
+    """The progress of one worker."""
 
     step: int | None = None
     at: float = 0.0
@@ -82,9 +82,9 @@ class HangMonitor:
         on_diagnosis: Callable[[Diagnosis], None],
         gone: Callable[[], Sequence[str]],
     ) -> None:
-        """`on_silence` hears of a host that is given up, because it gives no sign of life, with the seconds.
+        """`on_silence` is called for a host that is given up, because it gives no sign of life, with the seconds.
 
-        `on_diagnosis` hears of workers; `gone` says which have come to their end.
+        `on_diagnosis` is called for workers that hang; `gone` says which have come to their end.
         """
         self._gone = gone
         self._state, self._agents, self._worker_group = state, agents, worker_group
@@ -127,7 +127,7 @@ class HangMonitor:
         waits = (node.heard < self._alone and now - self._alone < GIVEN_UP_S) or self._others_make_progress(node, now)
         if waits and self._waited_for.get(node.number) != node.heard:
             self._waited_for[node.number] = node.heard
-            why = "no host is heard from: this machine may be cut off" if alone else "the workers of others get on"
+            why = "no host is heard from: this machine may be cut off" if alone else "workers of other hosts make steps"
             self._state.display.warn(
                 f"manyhosts: host {node.name} is silent, and {why}; it is waited for until {limit_s:.0f} s are over"
             )
@@ -176,7 +176,7 @@ class HangMonitor:
             pace.reports = True
 
     def take_sights(self, node: Node, message: WorkerStates) -> None:
-        """An agent has looked at its workers."""
+        """An agent has inspected its workers."""
         this = self._round
         if this is None or message.round != this.number:
             return
@@ -265,7 +265,7 @@ class HangMonitor:
         return max((now - pace.at for pace in paces if self._asked_for is not None or pace.reports), default=0.0)
 
     def _is_unknown(self, number: int) -> bool:
-        """Whether nothing is known of how a worker gets on."""
+        """Whether nothing is known of a worker's progress."""
         pace = self._paces.get(number)
         return pace is None or not pace.at
 

@@ -64,7 +64,7 @@ MOST_GIVEN_UP_S = 30.0
 HELD_S = 5.0
 """From when on it is worth a word that an agent lives and does nothing: its log is on a disk that hangs, say."""
 HELD_GIVEN_UP_S = 600.0
-"""After so long it is given up, where no worker gets on and the user has not said how patient he is."""
+"""After so long it is given up, where no worker makes progress and the user has set no limit."""
 _STILL_S = 3.0
 """What workers report so long after a host was heard last, they have done while it was silent."""
 
@@ -76,7 +76,7 @@ class _Ear:
     rhythm: Rhythm = field(default_factory=Rhythm)
     channel: Session | None = None
     heard: float = 0.0
-    """When it was heard last, as far as that was looked at."""
+    """When it was last heard, as of the last check."""
     is_named: bool = False
     held_s: float = 0.0
     """For how long its agent's loop was blocked by the last heartbeat; 0 where it is not."""

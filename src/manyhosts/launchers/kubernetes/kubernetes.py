@@ -38,7 +38,7 @@ class Client:
         settings = kubernetes.Configuration()
         try:
             try:
-                named = os.environ.get("KUBECONFIG")  # the package looks at it when it is imported, and never again
+                named = os.environ.get("KUBECONFIG")  # the package reads it at import only
                 config.load_kube_config(config_file=named, context=context or None, client_configuration=settings)
             except config.ConfigException:
                 if context:

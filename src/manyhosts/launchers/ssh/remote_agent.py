@@ -31,7 +31,7 @@ def start(words: Sequence[str], token: str, display: Display, *, again: bool) ->
     assert agent.stdin is not None, "it was asked for as a pipe"
     assert agent.stderr is not None, "it was asked for as a pipe"
     threading.Thread(target=_pass_on, args=(agent.stderr, again, display), daemon=True).start()
-    with contextlib.suppress(OSError):  # it has ended already; the head hears of that
+    with contextlib.suppress(OSError):  # it has ended already; the head is informed of that
         agent.stdin.write(f"{token}\n".encode())
         agent.stdin.close()
     return agent

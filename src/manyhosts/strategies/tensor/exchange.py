@@ -116,21 +116,11 @@ class _Taken(torch.autograd.Function):
         return ctx.exchange.put_together(gradient, ctx.total), None
 
 
-def shared(given: Tensor, exchange: Exchange) -> Tensor:
-    """`given`, which all workers have alike; its gradient is the sum of theirs."""
-    return _Shared.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def summed(given: Tensor, exchange: Exchange) -> Tensor:
-    """The sum over the workers, which all then have alike."""
-    return _Summed.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def gathered(given: Tensor, exchange: Exchange, total: int) -> Tensor:
-    """Parts of a last dim of `total`, put together, which all then have alike."""
-    return _Gathered.apply(given, exchange, total)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def taken(given: Tensor, exchange: Exchange) -> Tensor:
-    """This worker's part of the last dim of what all have alike."""
-    return _Taken.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
+shared = _Shared.apply
+"""`shared(given, exchange)`: `given`, which all workers have alike; its gradient is the sum of theirs."""
+summed = _Summed.apply
+"""`summed(given, exchange)`: the sum over the workers, which all then have alike."""
+gathered = _Gathered.apply
+"""`gathered(given, exchange, total)`: parts of a last dim of `total`, put together, which all then have alike."""
+taken = _Taken.apply
+"""`taken(given, exchange)`: this worker's part of the last dim of what all have alike."""

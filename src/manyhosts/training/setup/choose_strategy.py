@@ -19,9 +19,12 @@ from manyhosts.config.strategies import Auto
 from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
+from manyhosts.errors import ConfigError
 from manyhosts.planner import fit
 from manyhosts.planner.memory import ModelBytes
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+from manyhosts.strategies.pipeline.chain import block_bytes
+from manyhosts.strategies.tensor.plan import is_cuttable
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.training.loop.compute import ForwardPass
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
@@ -172,6 +175,7 @@ def _agreed(given: Given, own: _Sizes) -> fit.Training:
         tail=tail_bytes(model),
         on_cpu=world.device.type == "cpu",
         several=settings.micro_batch_size is not None,
+        **_of_same_samples(given, model),
     )
     return fit.Training(
         model=sizes,
@@ -180,6 +184,29 @@ def _agreed(given: Given, own: _Sizes) -> fit.Training:
         apart=world.apart,
         virtual_workers=settings.virtual_workers,
     )
+
+
+def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
+    """What `ModelBytes` knows for strategies whose workers compute the same samples; nothing where none could."""
+    settings, data, compute = given.settings, given.data, given.compute
+    asks = settings.compile or settings.activation_checkpointing or settings.balance == "speed"
+    refused = compute.step is not None or asks or given.world.device.type != "cpu" or hasattr(data.train, "shard")
+    if refused or not isinstance(data.train, Sized) or settings.on_bad_step == "skip":
+        return {}
+    whole = settings.batch_size or given.world.size * (settings.batch_size_per_worker or 1)
+    own = -(-whole // given.world.size)
+    most = settings.micro_batch_size or whole
+    try:
+        blocks = block_bytes(model) if settings.precision != "fp16" else ()
+    except ConfigError:
+        blocks = ()
+    layers = {id(p): p.nbytes for each in model.modules() if is_cuttable(each) for p in each.parameters()}
+    return {
+        "blocks": blocks,
+        "divisible": sum(layers.values()),
+        "together": min(whole, most) / min(own, most),
+        "passes": -(-whole // most),
+    }
 
 
 def _bytes(made: nn.Module, *, trained: bool = False) -> int:

@@ -8,11 +8,11 @@ from manyhosts.config.strategies import DDP, Single, is_asynchronous
 from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor
-from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.strategies.whole_model import SingleProcess
 
 
 def make_strategy(settings: Settings, world: World, auditor: Auditor | None = None) -> Strategy:

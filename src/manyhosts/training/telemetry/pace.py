@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from manyhosts.cluster.membership import MEMBER
-from manyhosts.communication import links
 from manyhosts.communication.world import World
 from manyhosts.data.order import Position
 from manyhosts.data.steps import Step
 from manyhosts.events import Event, Note, Slowdown, StepDone, WorkersTimed, WorkerTimes
 from manyhosts.training.loop import balance
 from manyhosts.training.loop.balance import Balance
-from manyhosts.training.telemetry import stragglers
+from manyhosts.training.telemetry import links, stragglers
 from manyhosts.training.telemetry.throttling import Throttling
 
 EVERY_S = 5.0

@@ -140,11 +140,14 @@ def in_parts(model: ModelBytes, *, shard: int, workers: int, zero: int, gathered
     return replace(own, strategy=max(0, beside), apart=max(0, -beside))
 
 
-def part_of(model: ModelBytes, share: float, *, activations: float, workers: int) -> Memory:
-    """Where a worker has a `share` of the parameters, and of what follows from them, and computes with these alone."""
+def part_of(model: ModelBytes, share: float, *, activations: float, workers: int, at_start: int) -> Memory:
+    """Where a worker has a `share` of the parameters, and of what follows from them, and computes with these alone.
+
+    `at_start`: what it holds before the model is cut, in all.
+    """
     held = round(activations)
     computing = held + round(share * model.backward)
-    return Memory(
+    own = Memory(
         parameters=round(share * model.parameters),
         gradients=round(share * model.gradients),
         optimizer=round(share * model.optimizer),
@@ -152,6 +155,7 @@ def part_of(model: ModelBytes, share: float, *, activations: float, workers: int
         activations=held,
         passing=max(computing, round(share * model.update)) - held + snapshot(model, workers),
     )
+    return replace(own, strategy=max(0, at_start - own.total))
 
 
 class _Backward:

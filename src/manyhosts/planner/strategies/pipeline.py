@@ -14,6 +14,9 @@ from manyhosts.planner.memory import Memory, ModelBytes, model_bytes, part_of
 from manyhosts.planner.same_samples import forward_share, of_same_samples, step_of
 from manyhosts.planner.step import Step
 
+_LOOK = 2
+"""The model and the copy that is looked at before it is cut, as a multiple of the parameters."""
+
 
 class PipelineModel:
     """With the settings of `config`."""
@@ -44,7 +47,9 @@ class PipelineModel:
             share = sum(parameters[stage] for stage in own) / max(1, model.parameters)
             flight = most_held(order.passes[worker]) * sum(blocks[stage] for stage in own) / len(own) / len(sizes)
             activations = flight * model.together * model.activations
-            found.append(part_of(model, share, activations=activations, workers=workers))
+            found.append(
+                part_of(model, share, activations=activations, workers=workers, at_start=_LOOK * model.parameters)
+            )
         return max(found, key=lambda each: each.total)
 
     def step(self, measured: Measured, group: Group) -> Step:

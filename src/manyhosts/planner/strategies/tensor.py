@@ -11,6 +11,9 @@ from manyhosts.planner.memory import Memory, ModelBytes, model_bytes, part_of
 from manyhosts.planner.same_samples import of_same_samples, step_of
 from manyhosts.planner.step import Step
 
+_TRIAL = 4
+"""The model and what a trial of a cut holds, as a multiple of the parameters: a copy of 64 bits, gradients of 32."""
+
 
 class TensorParallelModel:
     """Over all workers, with the plan that is found."""
@@ -24,7 +27,7 @@ class TensorParallelModel:
         """See `CutStrategyModel`. Activations count as if nothing between layers were cut: not less."""
         activations = model.together * model.activations
         share = _share(model.divisible, model.parameters, workers)
-        return part_of(model, share, activations=activations, workers=workers)
+        return part_of(model, share, activations=activations, workers=workers, at_start=_TRIAL * model.parameters)
 
     def step(self, measured: Measured, group: Group) -> Step:
         """See `StrategyModel`. A layer is taken to take as long as its parameters are many."""

@@ -8,6 +8,7 @@ and what each takes its part of (`taken`) one that is put together.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,11 +117,11 @@ class _Taken(torch.autograd.Function):
         return ctx.exchange.put_together(gradient, ctx.total), None
 
 
-shared = _Shared.apply
+shared: Callable[[Tensor, Exchange], Tensor] = _Shared.apply
 """`shared(given, exchange)`: `given`, which all workers have alike; its gradient is the sum of theirs."""
-summed = _Summed.apply
+summed: Callable[[Tensor, Exchange], Tensor] = _Summed.apply
 """`summed(given, exchange)`: the sum over the workers, which all then have alike."""
-gathered = _Gathered.apply
+gathered: Callable[[Tensor, Exchange, int], Tensor] = _Gathered.apply
 """`gathered(given, exchange, total)`: parts of a last dim of `total`, put together, which all then have alike."""
-taken = _Taken.apply
+taken: Callable[[Tensor, Exchange], Tensor] = _Taken.apply
 """`taken(given, exchange)`: this worker's part of the last dim of what all have alike."""

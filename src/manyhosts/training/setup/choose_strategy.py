@@ -191,7 +191,7 @@ def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
     settings, data, compute = given.settings, given.data, given.compute
     asks = settings.compile or settings.activation_checkpointing or settings.balance == "speed"
     refused = compute.step is not None or asks or given.world.device.type != "cpu" or hasattr(data.train, "shard")
-    if refused or not isinstance(data.train, Sized) or settings.on_bad_step == "skip":
+    if refused or data.train is None or isinstance(data.train, IterableDataset):
         return {}
     whole = settings.batch_size or given.world.size * (settings.batch_size_per_worker or 1)
     own = -(-whole // given.world.size)

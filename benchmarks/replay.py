@@ -38,10 +38,10 @@ from manyhosts.communication.world import World
 from manyhosts.lab import lab
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
-from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.local_stepping import LocalSteps
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Piece, Strategy
+from manyhosts.strategies.whole_model import SingleProcess
 
 PUBLISHED = {2: 0.81, 4: 0.65, 8: 0.46}
 STEP_S = 4.8

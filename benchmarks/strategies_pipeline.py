@@ -44,9 +44,9 @@ REPORT = Path(__file__).with_suffix(".md")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 SIZES = ((2, 4), (2, 8), (4, 4), (4, 8))
 """Stages that wait for each other, each on a worker, and micro-batches."""
-UNEVEN = ((2, (8.0, *[1.0] * 7)), (3, (1.0, 8.0, *[1.0] * 6)))
+UNEVEN = ((2, (8.0, *[1.0] * 7)), (4, (1.0, 1.0, 1.0, 8.0, *[1.0] * 8)))
 """Workers, and what each block costs."""
-UNEVEN_MICRO_BATCHES = 4
+UNEVEN_MICRO_BATCHES = 12
 
 
 class _Asleep(torch.autograd.Function):
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--unit", type=float, default=0.15, help="seconds that a pass sleeps")
     asked = parser.parse_args()
     load = f"When it began, {os.getloadavg()[0]:.1f} processes wanted the {os.cpu_count()} cores."
-    waits, cuts = bubbles(asked.unit, asked.steps), uneven(asked.unit / 4, asked.steps)
+    waits, cuts = bubbles(asked.unit, asked.steps), uneven(asked.unit / 8, asked.steps)
     words = (__doc__ or "").split("\n\n")
     page = [
         "# How long the stages of a pipeline wait",

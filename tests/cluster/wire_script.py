@@ -20,7 +20,7 @@ from manyhosts.communication.world import World
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.fsdp.strategy import FullySharded
-from manyhosts.strategies.local_sgd import LocalSteps
+from manyhosts.strategies.local_stepping import LocalSteps
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Piece
 from manyhosts.strategies.virtual import VirtualWorkers

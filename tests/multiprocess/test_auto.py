@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import manyhosts as mh
 from manyhosts.control.agent import host_state
 from manyhosts.errors import ConfigError
+from manyhosts.planner.fit import ways
 
 pytestmark = pytest.mark.multiprocess
 MUCH = 10**12
@@ -45,12 +46,11 @@ def trainer(run_dir: Path, **options: Any) -> mh.Trainer:
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(16, 4, generator=generator), torch.randint(0, 3, (16,), generator=generator)
     return mh.Trainer(
-        model=make_model,
+        **{"model": make_model, **options},
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         data=mh.Data(train=TensorDataset(inputs, targets), batch_size=8),
         run_dir=run_dir,
-        **options,
     )
 
 
@@ -81,7 +81,7 @@ def test_worker_with_the_least_memory_decides_for_all(tmp_path: Path) -> None:
     plain, less, least, nothing = reported[0]
     assert plain == "ddp"
     assert less.startswith("fsdp zero=")
-    assert least.startswith("fsdp zero=3") or "does not fit" in least
+    assert least.startswith(("fsdp zero=3", "tensor", "pipeline")) or "does not fit" in least
     assert "the training does not fit into" in nothing
     for word in ("ddp needs", "fsdp zero=3, activation checkpointing needs", "kB parameters +", "and there are 2",
                  "rank 1", "to spare"):  # fmt: skip
@@ -107,9 +107,28 @@ def test_where_there_is_memory_enough_it_is_ddp_to_the_last_bit_and_says_so(tmp_
     [said] = [line["text"] for line in lines if line["event"] == "note" and "auto" in line["text"]]
     assert said.startswith("strategy='auto' is ddp: ")
     assert [line.split("  ")[1] for line in said.splitlines()[2:]][::2] == [
-        "ddp", "fsdp zero=1", "fsdp zero=2", "fsdp zero=3"
+        "ddp", "fsdp zero=1", "fsdp zero=2", "fsdp zero=3", "tensor"
     ]  # fmt: skip
     assert "auto" not in (tmp_path / "ddp" / "metrics.jsonl").read_text()
+
+
+def trained_in_little(rank: int, folder: Path) -> tuple[str, list[str], float]:
+    """What is taken where a worker has just what a pipeline needs, which other ways need less, and the last loss."""
+    host_state.memory_left = lambda share=1: MUCH  # type: ignore[assignment]
+    two = lambda: nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 3))  # noqa: E731
+    training = trainer(folder / "much", strategy="auto", model=two).parts.chosen_for
+    assert training is not None
+    found = {way.name: way.needed for way in ways(training, 2)}
+    host_state.memory_left = lambda share=1: found["pipeline 1f1b"]  # type: ignore[assignment]
+    made = trainer(folder / "little", strategy="auto", model=two)
+    loss = made.fit("3 steps").train_loss
+    return name_of(made), [name for name, needed in found.items() if needed <= found["pipeline 1f1b"]], loss
+
+
+def test_model_that_fits_in_no_other_way_is_cut_into_stages_and_trains(tmp_path: Path) -> None:
+    for name, fit, loss in run_ranks(2, trained_in_little, tmp_path):
+        assert (name, fit) == ("pipeline", ["pipeline 1f1b"])
+        assert 0 < loss < 10
 
 
 def gone_on(rank: int, folder: Path, room: int) -> list[str]:

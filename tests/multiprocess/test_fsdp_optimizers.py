@@ -17,8 +17,8 @@ from manyhosts.communication.world import World
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp.strategy import FullySharded
-from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Piece
+from manyhosts.strategies.whole_model import SingleProcess
 
 pytestmark = pytest.mark.multiprocess
 WIDTH, INNER = 6, 13

@@ -24,8 +24,8 @@ from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.fsdp.rounded import rounded
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.materialise import materialise, places_of
-from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Piece
+from manyhosts.strategies.whole_model import SingleProcess
 
 pytestmark = pytest.mark.multiprocess
 WAYS: dict[str, dict[str, Any]] = {

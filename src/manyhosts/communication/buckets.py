@@ -28,7 +28,6 @@ from manyhosts.communication.collectives import Work
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.gradient_hooks import came_late, check_dense, move, watch
 from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
-from manyhosts.communication.packed_metadata import elements_for, pack, unpack
 from manyhosts.communication.packing import Members, ReadyOrder, packed
 
 
@@ -281,3 +280,30 @@ class GradientBuckets:
             if gradient is not None:
                 view.copy_(gradient)
                 parameter.grad = view
+
+
+_BYTES = 8
+"""Of a float64."""
+
+
+def elements_for(numbers: int, workers: int) -> int:
+    """Elements of a bucket that `numbers` numbers of each worker take."""
+    return numbers * workers * _BYTES
+
+
+def pack(packed: Tensor, numbers: Tensor, rank: int) -> None:
+    """Lay this worker's `numbers`, float64 of shape (n,), into `packed`, of `elements_for(n, workers)` elements.
+
+    They travel in a bucket of gradients, exact to the last bit whatever its dtype, in which it is summed and which may
+    round. So each worker has a place of its own for each number, in which all others have zeros, and lays its float64
+    into it as eight bytes: integers from 0 to 255, which every floating dtype holds. What arrives is what each worker
+    laid there, and is added in float64, in the order of ranks.
+    """
+    packed.zero_()
+    place = numbers.numel() * _BYTES
+    packed[rank * place : (rank + 1) * place].copy_(numbers.view(torch.uint8))
+
+
+def unpack(packed: Tensor, workers: int) -> Tensor:
+    """The sums of the numbers over the workers, float64 of shape (n,), once `packed` have been summed."""
+    return packed.to(torch.uint8).view(torch.float64).view(workers, -1).sum(0)

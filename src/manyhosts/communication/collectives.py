@@ -91,7 +91,7 @@ class Collectives(ABC):
         `confirmed`: see `wait`.
         """
         if self.size > 1:
-            self.count_sent(volume.all_reduce_bytes(volume.size_of(tensor), self.size))
+            self.count_sent(volume.all_reduce_bytes(tensor.nbytes, self.size))
             work = dist.all_reduce(tensor, op=op, group=self.process_group, async_op=True)
             self.wait(work, confirmed=confirmed)
         return tensor
@@ -100,19 +100,19 @@ class Collectives(ABC):
         """Begin to sum `tensor` over all workers, in place; `wait()` on what comes back before it is read."""
         if self.size == 1:
             return None
-        self.count_sent(volume.all_reduce_bytes(volume.size_of(tensor), self.size))
+        self.count_sent(volume.all_reduce_bytes(tensor.nbytes, self.size))
         work: Work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
         return work
 
     def start_gather(self, rows: Tensor, own: Tensor) -> Work:
         """Begin to fill `rows` with what every worker has in `own`, by rank in the first dim."""
-        self.count_sent(volume.all_gather_bytes(volume.size_of(own), self.size))
+        self.count_sent(volume.all_gather_bytes(own.nbytes, self.size))
         return gather_rows(rows, own, self.process_group)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Replace `tensor` on every worker by that of `source`, and give it back."""
         if self.size > 1:
-            self.count_sent(volume.broadcast_bytes(volume.size_of(tensor), self.size))
+            self.count_sent(volume.broadcast_bytes(tensor.nbytes, self.size))
             dist.broadcast(tensor, group=self.process_group, group_src=source)
             self.confirm()
         return tensor
@@ -142,7 +142,7 @@ class Collectives(ABC):
         """
         if self.size == 1:
             return tensor[None]
-        self.count_sent(volume.all_gather_bytes(volume.size_of(tensor), self.size))
+        self.count_sent(volume.all_gather_bytes(tensor.nbytes, self.size))
         stacked = tensor.new_empty((self.size, *tensor.shape))
         self.wait(gather_rows(stacked, tensor.contiguous(), self.process_group), confirmed=confirmed)
         return stacked

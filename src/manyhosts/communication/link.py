@@ -28,7 +28,7 @@ class Link:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by the sum over the workers, the same bits on each, and give it back."""
         if self.size > 1:
-            self.bytes_sent += volume.all_reduce_bytes(volume.size_of(tensor), self.size)
+            self.bytes_sent += volume.all_reduce_bytes(tensor.nbytes, self.size)
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
@@ -36,7 +36,7 @@ class Link:
         """The tensors of all workers, of one shape and dtype, stacked by rank in a new first dim."""
         if self.size == 1:
             return tensor[None]
-        self.bytes_sent += volume.all_gather_bytes(volume.size_of(tensor), self.size)
+        self.bytes_sent += volume.all_gather_bytes(tensor.nbytes, self.size)
         stacked = tensor.new_empty((self.size, *tensor.shape))
         gather_rows(stacked, tensor.contiguous(), self.group).wait()
         return stacked
@@ -45,7 +45,7 @@ class Link:
         """Send row r of `parts` to worker r. Returns what came: row r from worker r. Shape (size, …) both."""
         if self.size == 1:
             return parts
-        self.bytes_sent += volume.all_to_all_bytes(volume.size_of(parts), self.size)
+        self.bytes_sent += volume.all_to_all_bytes(parts.nbytes, self.size)
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received
@@ -53,6 +53,6 @@ class Link:
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Replace `tensor` on every worker by that of worker `source` of this link, and give it back."""
         if self.size > 1:
-            self.bytes_sent += volume.broadcast_bytes(volume.size_of(tensor), self.size)
+            self.bytes_sent += volume.broadcast_bytes(tensor.nbytes, self.size)
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor

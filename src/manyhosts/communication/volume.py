@@ -7,13 +7,6 @@ workers of a node exchange so that only nodes compress or drift apart is on no w
 
 from __future__ import annotations
 
-from torch import Tensor
-
-
-def size_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
     """A ring: each worker passes on every part but one, twice, first to sum and then to spread. `2 (W-1)/W n`."""
@@ -30,6 +23,5 @@ def all_to_all_bytes(payload: int, workers: int) -> int:
     return (workers - 1) * payload // workers
 
 
-def broadcast_bytes(payload: int, workers: int) -> int:
-    """All but one worker receive `payload` bytes once; shared out over all. `(W-1)/W n`."""
-    return (workers - 1) * payload // workers
+broadcast_bytes = all_to_all_bytes
+"""All but one worker receive `payload` bytes once; shared out over all. `(W-1)/W n`."""

@@ -72,6 +72,11 @@ class Pipeline:
             )
 
     @property
+    def variant(self) -> str:
+        """What tells it from others of this strategy."""
+        return self.schedule
+
+    @property
     def per_worker(self) -> int:
         """How many stages a worker has."""
         return self.virtual_stages if self.schedule == INTERLEAVED else 1

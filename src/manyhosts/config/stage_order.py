@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from manyhosts.config.pipelined import GPIPE, INTERLEAVED, ZERO_BUBBLE
@@ -118,6 +118,13 @@ def needs(one: Pass, last: int) -> list[Pass]:
     if kind == WEIGHTS:
         return [Pass(BACKWARD, stage, number)]
     return [Pass(FORWARD, stage, number), *([Pass(BACKWARD, stage + 1, number)] if stage < last else [])]
+
+
+def most_held(passes: Sequence[Pass]) -> int:
+    """Of so many forward passes a worker keeps the activations at once, where it computes `passes` in turn."""
+    last = WEIGHTS if any(each.kind == WEIGHTS for each in passes) else BACKWARD
+    held = accumulate((each.kind == FORWARD) - (each.kind == last) for each in passes)
+    return max(held, default=0)
 
 
 def seconds_of(order: Order, cost: Callable[[Pass], float], message: float = 0.0) -> float:

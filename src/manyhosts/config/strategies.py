@@ -107,13 +107,21 @@ _BY_AXIS = {"shard": "fsdp", "tensor": "ddp+tensor", "pipeline": "ddp+pipeline",
 
 
 CUTS = (FSDP.name,)
-"""Those whose workers hold parts of the model."""
+"""Those whose workers hold parts of the model, and read samples of their own."""
+OF_SAME_SAMPLES = (Tensor.name, Pipeline.name)
+"""Those whose workers hold parts of the model, and compute the same samples."""
 
 
 def cutting(own: Strategy | None = None) -> list[FSDP]:
     """The ways to cut a model, from the one that sends least. `own`: its settings, where it is one, but for these."""
     cut = own if isinstance(own, FSDP) else FSDP()
     return [replace(cut, zero=zero) for zero in (1, 2, 3)]
+
+
+def of_same_samples(own: Strategy | None = None) -> list[Tensor | Pipeline]:
+    """The same whose workers compute together; of a pipeline the stages hold as little as can be."""
+    cut: list[Tensor | Pipeline] = [Tensor(), Pipeline(cuts=BY_MEMORY)]
+    return [own if isinstance(own, Tensor | Pipeline) and own.name == each.name else each for each in cut]
 
 
 def unit_patterns(strategy: Strategy) -> tuple[str, ...]:
@@ -163,11 +171,18 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, Pipeline | Tensor):
+    if isinstance(strategy, PipeDream):
         raise ConfigError(
             f"a plan does not know yet what strategy {strategy.name!r} takes",
             where=f"strategy={strategy.name!r}",
             fix="run some steps of it: their times and bytes are in the run's summary",
+        )
+    _, key = axis_of(strategy)
+    if strategy.name in OF_SAME_SAMPLES and getattr(strategy, key):
+        raise ConfigError(
+            f"the strategy has {key}={getattr(strategy, key)}, and a plan is for one copy over all workers",
+            where=f"strategy={strategy.name!r}",
+            fix=f"leave {key} out; with copies run some steps of it, whose times and bytes are in the run's summary",
         )
     if mesh is not None:
         raise ConfigError(

@@ -22,6 +22,7 @@ class Tensor:
 
     name: ClassVar[str] = "tensor"
     axis: ClassVar[tuple[str, str]] = ("tensor", "size")
+    variant: ClassVar[str] = ""
 
     size: int = 0
     """Over how many workers each layer is cut; 0: over all. The others hold further copies of the model, which read

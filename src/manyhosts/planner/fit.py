@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from manyhosts.config.strategies import CUTS, DDP, Single, Strategy, cutting
+from manyhosts.config.strategies import CUTS, DDP, OF_SAME_SAMPLES, Single, Strategy, cutting, of_same_samples
 from manyhosts.errors import ConfigError
 from manyhosts.planner.memory import Memory, ModelBytes, whole
 from manyhosts.planner.strategies.strategy import STRATEGIES, CutStrategyModel
@@ -66,7 +66,12 @@ class Training:
         def scaled(size: int) -> int:
             return math.ceil(share * size)
 
-        model = replace(self.model, activations=scaled(self.model.activations), backward=scaled(self.model.backward))
+        model = replace(
+            self.model,
+            activations=scaled(self.model.activations),
+            backward=scaled(self.model.backward),
+            together=self.model.together / share,
+        )
         again = None if self.checkpointed is None else scaled(self.checkpointed)
         return replace(self, model=model, checkpointed=again, is_shared=True)
 
@@ -77,6 +82,9 @@ def ways(training: Training, workers: int) -> list[Way]:
     kinds: list[tuple[Strategy, str]] = [(DDP() if training.is_shared else Single(), "")]
     if workers > 1 and model.units and training.virtual_workers is None and not training.apart:
         kinds += [(each, each.variant) for each in cutting()]
+    if workers > 1 and training.virtual_workers is None and not training.apart:
+        can = {"tensor": model.divisible > 0, "pipeline": len(model.blocks) >= workers}
+        kinds += [(each, each.variant) for each in of_same_samples() if can[each.name]]
     passes = [(False, model)]
     if training.checkpointed is not None:
         passes.append((True, replace(model, activations=training.checkpointed)))
@@ -90,11 +98,12 @@ def ways(training: Training, workers: int) -> list[Way]:
         )
         for kind, variant in kinds
         for again, each in passes
+        if not (again and kind.name in OF_SAME_SAMPLES)
     ]
 
 
 def _held(model: ModelBytes, strategy: Strategy, training: Training, workers: int) -> Memory:
-    if strategy.name in CUTS:
+    if strategy.name in (*CUTS, *OF_SAME_SAMPLES):
         cut = cast(CutStrategyModel, STRATEGIES.load(strategy.name)(strategy))
         return cut.held(model, workers)
     parts = training.virtual_workers
@@ -109,7 +118,7 @@ def simplest(found: Sequence[Way], left: int) -> Way | None:
 
 def workers_that_would_do(training: Training, now: int, left: int) -> int | None:
     """The fewest workers, more than `now` and each with `left` bytes, with whom the training fits in some way."""
-    if training.virtual_workers is not None or not training.model.units:
+    if training.virtual_workers is not None or len(ways(training, 2)) == len(ways(training, 1)):
         return None
 
     def fits(workers: int) -> bool:

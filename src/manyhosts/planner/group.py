@@ -43,6 +43,11 @@ class Group:
         network = self.between if self.nodes > 1 else self.within
         return messages * network.processor_s_per_message + sent * network.processor_s_per_byte
 
+    def message(self, payload: float) -> float:
+        """Seconds until `payload` bytes have come from one worker to the next one."""
+        network = self.between if self.nodes > 1 else self.within
+        return network.latency_s + payload / network.bytes_per_second
+
     def all_reduce(self, payload: float) -> float:
         """Seconds to sum `payload` bytes over all workers, in a ring: `2 (W-1) (latency + payload / W / bandwidth)`.
 

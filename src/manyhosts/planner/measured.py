@@ -73,6 +73,30 @@ class InParts:
     """Of the optimizer's step, however small this worker's parts are: PyTorch looks at each of these."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One of the blocks of a model that calls them one after the other."""
+
+    share: float
+    """Of the seconds of a forward and a backward pass."""
+    parameter_bytes: int
+    """Of the parameters that no block before it has."""
+    sent_bytes: float
+    """That it gives the next one, of each sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutLayers:
+    """The layers of a model that can be cut over workers."""
+
+    parameter_bytes: int
+    """Of their parameters."""
+    exchanges: int
+    """Sums and gatherings in a forward and a backward pass."""
+    exchanged_bytes: float
+    """Of the tensors that are summed or put together in them, of each sample."""
+
+
 _NETWORK = re.compile(r"""
     \s* (?P<amount> \d+ (?:\.\d+)? ) \s* (?P<prefix> [kKmMgGtT]? ) (?P<unit> [bB]it | b | B ) (?: /s | ps )? \s*
     (?: , \s* (?P<latency> \d+ (?:\.\d+)? ) \s* (?P<scale> s | ms | us | µs ) \s* )?
@@ -162,6 +186,11 @@ class Measured:
     unit holds. Empty: it cannot be cut into units."""
     tail_bytes: int = 0
     """Of the parameters behind the last unit, whose gradients come first."""
+    blocks: tuple[Block, ...] = ()
+    """In their order; what stands before the first one and behind the last one counts as theirs. Empty: the model is
+    no chain of blocks."""
+    cut_layers: CutLayers | None = None
+    """None: there are none, or they were not found."""
     loader_samples_per_second: float
     """That one worker's loader gives when nothing waits for it, on a machine of its own. Infinite: JSON `null`."""
     loader_processes: int

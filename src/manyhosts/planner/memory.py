@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from manyhosts.planner.compute import activations, backward_bytes, micro_batches
+from manyhosts.planner.compute import activations, backward_bytes, batch_of, micro_batches
 from manyhosts.planner.measured import Measured
 
 
@@ -61,6 +61,15 @@ class ModelBytes:
     """Whether it computes where snapshots are copied to, too."""
     several: bool = False
     """Whether a step has several micro-batches."""
+    blocks: tuple[int, ...] = ()
+    """Of the parameters of each block, where the model is a chain of blocks that stages may share."""
+    divisible: int = 0
+    """Of the parameters of layers that can be cut over workers."""
+    together: float = 1.0
+    """Samples of a forward pass where all workers compute the same ones, as a multiple of those that `activations` are
+    of."""
+    passes: int = 1
+    """Forward passes of a step then."""
 
     @property
     def state(self) -> int:
@@ -70,6 +79,7 @@ class ModelBytes:
 
 def model_bytes(measured: Measured, workers: int) -> ModelBytes:
     """What one of `workers` would hold of a training that was measured."""
+    together = micro_batches(replace(measured, global_batch=batch_of(measured, workers)), 1)
     return ModelBytes(
         parameters=measured.parameter_bytes,
         gradients=measured.gradient_bytes,
@@ -82,6 +92,10 @@ def model_bytes(measured: Measured, workers: int) -> ModelBytes:
         tail=measured.tail_bytes,
         on_cpu=measured.device == "cpu",
         several=len(micro_batches(measured, workers)) > 1,
+        blocks=tuple(each.parameter_bytes for each in measured.blocks),
+        divisible=0 if measured.cut_layers is None else measured.cut_layers.parameter_bytes,
+        together=max(together) / max(micro_batches(measured, workers)),
+        passes=len(together),
     )
 
 
@@ -124,6 +138,24 @@ def in_parts(model: ModelBytes, *, shard: int, workers: int, zero: int, gathered
     most = max(*step.held(), own.gradients + model.update // shard)
     beside = round(most) - own.gradients - own.activations
     return replace(own, strategy=max(0, beside), apart=max(0, -beside))
+
+
+def part_of(model: ModelBytes, share: float, *, activations: float, workers: int, at_start: int) -> Memory:
+    """Where a worker has a `share` of the parameters, and of what follows from them, and computes with these alone.
+
+    `at_start`: what it holds before the model is cut, in all.
+    """
+    held = round(activations)
+    computing = held + round(share * model.backward)
+    own = Memory(
+        parameters=round(share * model.parameters),
+        gradients=round(share * model.gradients),
+        optimizer=round(share * model.optimizer),
+        buffers=model.buffers,
+        activations=held,
+        passing=max(computing, round(share * model.update)) - held + snapshot(model, workers),
+    )
+    return replace(own, strategy=max(0, at_start - own.total))
 
 
 class _Backward:

@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import BY_NAME, Strategy
-from manyhosts.config.tensor_cut import Tensor
 from manyhosts.planner import calibrate
 from manyhosts.planner.calibrate import Calibration
 from manyhosts.planner.catalog import Machines
@@ -80,8 +78,8 @@ def make(
 
 
 def strategy_of(plain: Mapping[str, Any]) -> Strategy | None:
-    """The strategy that has this `name` and these settings; None for one that is not predicted, as a pipeline."""
+    """The strategy that has this `name` and these settings; None for one that is not known here."""
     kind = BY_NAME.get(str(plain.get("name", "")))
-    if kind is None or kind in (Pipeline, Tensor):
+    if kind is None:
         return None
     return replace(kind(), **{key: value for key, value in plain.items() if key != "name"})

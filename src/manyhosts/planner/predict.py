@@ -8,7 +8,8 @@ from typing import Any
 
 from manyhosts.config.asynchronous import Hogwild, ParameterServer
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
-from manyhosts.config.strategies import DDP, Single, Strategy, cutting
+from manyhosts.config.pipelined import Pipeline
+from manyhosts.config.strategies import DDP, Single, Strategy, cutting, of_same_samples
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.compute import batch_of, slowdown
 from manyhosts.planner.group import Group
@@ -35,6 +36,8 @@ class Way:
     """What tells it from others of the same strategy, such as `zero=2`."""
     shard: int = 1
     """By which the number of workers must be divisible."""
+    most: int | None = None
+    """Workers that there may be; None: as many as one likes."""
     model: StrategyModel
 
 
@@ -134,7 +137,18 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
         ]
     if isinstance(own, ParameterServer | Hogwild):  # of its own wish alone: it trains another way
         found.append(_way(own, getattr(own, "compression", "none")))
+    most = {"tensor": None if measured.cut_layers else 1, "pipeline": len(measured.blocks) // _each_has(own)}
+    found += [
+        replace(_way(each), most=most[each.name], setting=each.variant)
+        for each in of_same_samples(own)
+        if measured.device == "cpu" and most[each.name] not in (0, 1)
+    ]
     return [*found, _way(local), _way(diloco)]
+
+
+def _each_has(own: Strategy | None) -> int:
+    """How many stages a worker of a pipeline has."""
+    return own.per_worker if isinstance(own, Pipeline) else 1
 
 
 def _way(config: Strategy, compression: str = "none") -> Way:
@@ -153,6 +167,8 @@ def predictions(
         group = machines.group(nodes, each)
         alone = [way for way in asked if way.strategy == VIRTUAL] or [_way(Single())]
         for way in alone if group.workers == 1 else asked:
+            if way.most is not None and group.workers > way.most:
+                continue
             found.append(predict(measured, machines, group, way))
     return found
 

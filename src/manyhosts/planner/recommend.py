@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhosts.config.strategies import CUTS
+from manyhosts.config.strategies import CUTS, OF_SAME_SAMPLES
 from manyhosts.errors import ConfigError
 from manyhosts.planner.predict import VIRTUAL, Prediction, by_size
 from manyhosts.units import seconds_in_words
 
 BY_CHANGE = ("none", "fp16", "bf16", "int8", "powersgd", "topk")
 """From the compression that changes nothing about a step to the one that changes most: the order of `auto`, too."""
-SAME_STEPS = ("single", "ddp", *CUTS, VIRTUAL)
+SAME_STEPS = ("single", "ddp", *CUTS, *OF_SAME_SAMPLES, VIRTUAL)
 """Strategies whose workers hold the same model after every step."""
 SIZE_TOLERANCE = 1.02
 """A larger size must be faster by more than that than a smaller one to be worth its machines."""
@@ -64,7 +64,7 @@ def recommend(found: Sequence[Prediction]) -> Recommendation:
         ConfigError: nothing fits.
     """
     steady = [each for each in found if each.strategy in SAME_STEPS]
-    whole = [each for each in steady if each.strategy not in CUTS]
+    whole = [each for each in steady if each.strategy not in (*CUTS, *OF_SAME_SAMPLES)]
     if any(each.fits for each in whole):
         steady = whole  # parts are for models that no worker can hold: a lost worker takes its part with it
     best = _best(steady)

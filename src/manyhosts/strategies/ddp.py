@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.comm_queue import CommQueue
-from manyhosts.communication.compression.choose import Choice
+from manyhosts.communication.compression.choose import Choice, Stopwatch
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
@@ -23,7 +23,6 @@ from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
-from manyhosts.strategies.measured_compression import Stopwatch
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS

@@ -16,8 +16,8 @@ from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.strategies import local_rate
 from manyhosts.strategies.local_updates import LocalGradient, LocalState, local_tensors, weighted_mean
-from manyhosts.strategies.rounds import Rounds
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.whole_model import WholeModel
 
 
@@ -275,3 +275,96 @@ class LocalStepping(WholeModel):
         self.rounds.load_state_dict(states[0])
         self.alone.load_state_dict(states)
         self.own.load_state_dict(self.model, states, same=self.alone.same(states))
+
+
+class Rounds:
+    """The length of the round under way. It follows from learning rates alone, so it is the same on every worker.
+
+    The quadratic rule: where the learning rate has fallen to a share s of its highest value, a round has 1/s² times as
+    many steps as at first. A worker that steps alone for H steps at rate r wanders about as far from the others as the
+    square root of H, times r: so the models stay as near to each other as they were, and the workers meet ever more
+    rarely.
+
+    Source: Gu, Lyu, Arora, Zhang and Huang 2023, "A Quadratic Synchronization Rule for Distributed Deep Learning",
+    arXiv:2310.14423: `H = max(H_base, (c / rate)²)`, with c such that a round has `sync_every` steps at the highest
+    rate.
+    """
+
+    def __init__(self, config: LocalSGD | DiLoCo) -> None:
+        self.config = config
+        self.length = config.sync_every
+        """Steps of the round under way."""
+        self.rate = self.highest = 0.0
+        """The learning rate of the last step, and the highest one so far; of the first parameter group."""
+
+    def saw(self, optimizer: Steppable) -> None:
+        """A step was taken by `optimizer`."""
+        self.rate = rate_of(optimizer)
+        self.highest = max(self.highest, self.rate)
+
+    def next(self) -> None:
+        """A round is over: fix the length of the one that begins."""
+        self.length = steps_at(self.config, self.rate, self.highest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For snapshots."""
+        return {"round": self.length, "highest_rate": self.highest}
+
+    def shared_state(self) -> dict[str, Any]:
+        """For a worker that comes new."""
+        return {**self.state_dict(), "rate": self.rate}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Take up what `shared_state` gave on another worker."""
+        self.length, self.highest, self.rate = state["round"], state["highest_rate"], state["rate"]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave; a run that was begun with another rule continues with the one of now."""
+        self.highest = state.get("highest_rate", 0.0)
+        if self.config.sync_rule != "fixed":
+            self.length = state.get("round", self.config.sync_every)
+
+
+def steps_at(config: LocalSGD | DiLoCo, rate: float, highest: float) -> int:
+    """The steps of a round that begins when the learning rate is `rate` and was at most `highest`."""
+    most = config.sync_every * 16 if config.sync_at_most is None else config.sync_at_most
+    if config.sync_rule == "fixed" or rate >= highest:
+        return config.sync_every
+    if rate <= 0 or config.sync_every * (highest / rate) ** 2 >= most:
+        return most
+    return int(config.sync_every * (highest / rate) ** 2)
+
+
+def rate_of(optimizer: Steppable) -> float:
+    """The learning rate of its first group."""
+    assert isinstance(optimizer, torch.optim.Optimizer), f"local steps have no loss scaler, got {type(optimizer)}"
+    return float(optimizer.param_groups[0]["lr"])
+
+
+class LocalSteps(LocalStepping):
+    """Local SGD: each worker steps alone, and every `sync_every` steps all take the mean of their models.
+
+    The mean is weighted by the samples that each has seen since the last one, so with `sync_every=1` and plain SGD it
+    is data parallelism, however the batch is cut. Optimizers keep their own state: it is not averaged.
+
+    Source: Stich 2018, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; the exact start
+    ("post-local"): Lin et al. 2018, arXiv:1808.07217.
+    """
+
+    traits = TRAITS["local-sgd"]
+    config: LocalSGD
+
+    def exchange(self, model: nn.Module) -> None:
+        """Take the mean when it is time. Behind a step that all took together there is none to take."""
+        if self.steps <= self.config.sync_warmup:
+            self.end_exact_step()
+        elif self.alone.steps >= self.rounds.length:
+            self.average(model)
+            self.alone.met()
+            self.rounds.next()
+
+    def meet(self, source: int, *, new: bool, gone: int) -> str:
+        """Let all continue from the mean of those that trained, as if that had been due; a round begins with it."""
+        lost = super().meet(source, new=new, gone=gone)
+        self.rounds.next()
+        return lost

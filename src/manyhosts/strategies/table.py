@@ -28,7 +28,7 @@ STRATEGIES: Table[Maker] = Table(
     group="manyhosts.strategies",
     own={
         "ddp": "manyhosts.strategies.ddp:DataParallel",
-        "local-sgd": "manyhosts.strategies.local_sgd:LocalSteps",
+        "local-sgd": "manyhosts.strategies.local_stepping:LocalSteps",
         "fsdp": "manyhosts.strategies.fsdp.strategy:FullySharded",
         "pipeline": "manyhosts.strategies.pipeline.strategy:Pipelined",
         "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",

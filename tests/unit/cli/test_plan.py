@@ -13,7 +13,9 @@ from manyhosts.cli import plan
 from manyhosts.cli.main import main
 from manyhosts.cli.plan import print_plan, table, worth_a_look
 from manyhosts.communication.compression.choose import BY_LOSS
+from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import DDP
+from manyhosts.config.tensor_cut import Tensor
 from manyhosts.planner.interval import past
 from manyhosts.planner.measured import Compression, Network
 from manyhosts.planner.plan import Plan, make, strategy_of
@@ -100,8 +102,8 @@ def test_the_advice_is_the_recommendations_own(capsys: pytest.CaptureFixture[str
 def test_the_scripts_own_strategy_is_predicted_with_its_settings() -> None:
     config = strategy_of({"name": "ddp", "bucket_mb": 3.0, "compression": "bf16", "powersgd_rank": 2})
     assert config == DDP(bucket_mb=3.0, compression="bf16", powersgd_rank=2)
-    assert strategy_of({"name": "pipeline"}) is None
-    assert strategy_of({"name": "tensor"}) is None
+    assert strategy_of({"name": "pipeline", "schedule": "gpipe"}) == Pipeline(schedule="gpipe")
+    assert strategy_of({"name": "tensor"}) == Tensor()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from manyhosts.communication.mesh import AXES, Mesh
 from manyhosts.config.strategies import BY_NAME
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.single import SingleProcess
 from manyhosts.strategies.strategy import Elastic, FixedParts, InCopies
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.strategies.whole_model import SingleProcess
 
 
 @dataclass

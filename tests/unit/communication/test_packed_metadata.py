@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhosts.communication.packed_metadata import elements_for, pack, unpack
+from manyhosts.communication.buckets import elements_for, pack, unpack
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.rounds import Rounds, steps_at
+from manyhosts.strategies.local_stepping import Rounds, steps_at
 
 
 def optimizer_at(rate: float) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ The time of a step follows:
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,10 @@ from manyhosts.communication.compression.exchange import Chunk, Compression, tak
 from manyhosts.communication.compression.feedback import CHUNK_BYTES, exchange
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
+from manyhosts.communication.nodes import find_levels
 from manyhosts.communication.packing import packed
-from manyhosts.communication.probe import Network
+from manyhosts.communication.probe import Network, probe
+from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 
 BY_LOSS = ("none", "fp16", "bf16", "int8", "powersgd", "topk")
@@ -81,25 +84,25 @@ class DryLink(Link):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Leave `tensor` as it is."""
-        self._count(volume.all_reduce_bytes(volume.size_of(tensor), self.size))
+        self._count(volume.all_reduce_bytes(tensor.nbytes, self.size))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """This worker's tensor, as often as there are workers."""
-        self._count(volume.all_gather_bytes(volume.size_of(tensor), self.size))
+        self._count(volume.all_gather_bytes(tensor.nbytes, self.size))
         return tensor.expand(self.size, *tensor.shape).contiguous()
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """The parts as they are."""
         self.through_owners = True
-        sent = volume.all_to_all_bytes(volume.size_of(parts), self.size)
+        sent = volume.all_to_all_bytes(parts.nbytes, self.size)
         # What stays on the node does not count; what leaves it does for each of its workers.
         self._count(sent * self.each * (self.size - self.each) // max(1, self.size - 1))
         return parts
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Leave `tensor` as it is."""
-        self._count(volume.broadcast_bytes(volume.size_of(tensor), self.size))
+        self._count(volume.broadcast_bytes(tensor.nbytes, self.size))
         return tensor
 
     def _count(self, sent: int) -> None:
@@ -131,7 +134,7 @@ def cost_of(
     compression = make_compression(replace(config, compression=name))
     groups = packed(parameters, reversed(range(len(parameters))), bucket_bytes=bucket_bytes)
     if compression is None:
-        sent = sum(volume.all_reduce_bytes(volume.size_of(parameter), size) for parameter in parameters)
+        sent = sum(volume.all_reduce_bytes(parameter.nbytes, size) for parameter in parameters)
         return Cost(0.0, sent, len(groups))
     link = dry_link(rank, size, each)
     elements = exact = 0
@@ -139,7 +142,7 @@ def cost_of(
     rehearsed = 0
     for group in groups:
         large = [parameter for parameter in group if worth_it(compression, parameter, above=config.compress_above)]
-        exact += sum(volume.size_of(parameter) for parameter in group) - sum(volume.size_of(one) for one in large)
+        exact += sum(parameter.nbytes for parameter in group) - sum(one.nbytes for one in large)
         elements += sum(parameter.numel() for parameter in large)
         if not large or rehearsed >= _SAMPLE:
             continue
@@ -197,3 +200,57 @@ def _chunks(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Chunk]:
     length = CHUNK_BYTES // 4
     sizes = [min(length, count - begin) for begin in range(0, count, length)]
     return [Chunk(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]
+
+
+TIMED_STEPS = 4
+"""Steps that are timed; before them one that warms everything up and is not."""
+
+
+class Stopwatch:
+    """Times what this worker computes in a step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.times: list[tuple[float, float]] = []
+        """Of each step: seconds in all, and those of them in which gradients were on their way."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether the steps that were timed suffice."""
+        return len(self.times) > TIMED_STEPS
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._now()
+
+    def backward(self) -> None:
+        """The last backward pass begins."""
+        self._backward = self._now()
+
+    def computed(self) -> None:
+        """Everything is computed; waiting begins."""
+        now = self._now()
+        self.times.append((now - self._began, now - self._backward))
+
+    def _now(self) -> float:
+        device.wait_for(self.world.device)  # in these few steps only
+        return time.perf_counter()
+
+    def decide(self, config: DDP, parameters: Sequence[nn.Parameter], *, bucket_bytes: int) -> Choice:
+        """The compression to continue with, the same on every worker. All workers call it together."""
+        world = self.world
+        network = probe(world)
+        timed = self.times[1:]
+        compute_s = world.agree(statistics.median(total for total, _ in timed))
+        hidden_s = world.agree(statistics.median(hidden for _, hidden in timed))
+        levels = find_levels(world)
+        each = 1 if levels is None else len(levels.nodes[0])
+        costs = {
+            name: cost_of(
+                name, config, parameters, rank=world.rank, size=world.size, bucket_bytes=bucket_bytes, each=each
+            )
+            for name in BY_LOSS
+        }
+        choice = choose(costs, network, compute_s=compute_s, hidden_s=hidden_s)
+        name = BY_LOSS[int(world.agree(BY_LOSS.index(choice.name)))]
+        return Choice(name, choice.step_seconds, choice.network)

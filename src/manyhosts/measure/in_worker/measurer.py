@@ -21,6 +21,7 @@ from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
     compressions,
     copying,
+    cutting,
     in_parts,
     loading,
     machine,
@@ -151,6 +152,7 @@ class Measurer(Watcher):
         pass_cores = (time.process_time() - busy) / (time.perf_counter() - begun)
         largest = compute[-1]
         self.found = {"compute": compute, "pass_cores": pass_cores, **_counted(parts, settings)}
+        self.found |= cutting.measure(timed, largest.samples)
         self.strategy, self.devices = plain_strategy(settings.strategy), machine.devices(parts.world.device)
         self._measure_gradients(timed, parts, settings, largest.samples)
         lines.tell("measures", what="the loader")

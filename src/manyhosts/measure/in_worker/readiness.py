@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts import device
-from manyhosts.communication import volume
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.shared_norm import OwnBatch, acting
 from manyhosts.measure.in_worker.passes import Passes
@@ -51,7 +50,7 @@ class Alone:
 
     def start_all_reduce(self, tensor: Tensor) -> None:
         """Note that `tensor` leaves."""
-        self.left.append((volume.size_of(tensor), self.now()))
+        self.left.append((tensor.nbytes, self.now()))
 
     def wait(self, work: object) -> None:
         """Nothing is under way."""

@@ -56,7 +56,7 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
     while len(times) < _FEWEST or time.perf_counter() < until:
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
-    owners = owners_bandwidth(world, sum(volume.size_of(each) for each in parts.trained.parameters()) // 2)
+    owners = owners_bandwidth(world, sum(each.nbytes for each in parts.trained.parameters()) // 2)
     own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])
     all_times, spreads, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
     if world.is_leader:

@@ -39,6 +39,8 @@ STRATEGIES: Table[Callable[[Any], StrategyModel]] = Table(
         "single": "manyhosts.planner.strategies.ddp:make_single",
         "ddp": "manyhosts.planner.strategies.ddp:make",
         "fsdp": "manyhosts.planner.strategies.fsdp:make",
+        "pipeline": "manyhosts.planner.strategies.pipeline:make",
+        "tensor": "manyhosts.planner.strategies.tensor:make",
         "virtual-workers": "manyhosts.planner.strategies.virtual:make",
         "local-sgd": "manyhosts.planner.strategies.local_sgd:make",
         "diloco": "manyhosts.planner.strategies.diloco:make",

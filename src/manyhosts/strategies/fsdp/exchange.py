@@ -138,7 +138,7 @@ class Gathering(_Allocating, AllGather):
     ) -> dist.Work | None:
         """Begin to fill `output_tensor` with what each worker of `group` has in `input_tensor`."""
         self.step_digest.announce(0, self.unit, input_tensor.numel())
-        self.world.count_sent(volume.all_gather_bytes(volume.size_of(input_tensor), group.size()))
+        self.world.count_sent(volume.all_gather_bytes(input_tensor.nbytes, group.size()))
         rows = output_tensor.view(group.size(), -1)
         cut = stretches(input_tensor.numel(), input_tensor.itemsize, is_far=self.is_far)
         works = [gather_rows(rows[:, part], input_tensor[part], group) for part in cut]
@@ -160,7 +160,7 @@ class Summing(_Allocating, ReduceScatter):
         size = group.size()
         self.step_digest.announce(1, self.unit, input_tensor.numel())
         sent = rounded(input_tensor) if self.in_bf16 else input_tensor
-        self.world.count_sent(volume.all_to_all_bytes(volume.size_of(sent), size))
+        self.world.count_sent(volume.all_to_all_bytes(sent.nbytes, size))
         if self.world.backend == "gloo" or self.in_bf16:
             rows, own = sent.view(size, -1), output_tensor.view(-1)
             cut = stretches(own.numel(), sent.itemsize, is_far=self.is_far)

@@ -37,7 +37,7 @@ def all_reduce(members: Collectives, gradient: Tensor) -> Tensor:
     padded = functional.pad(gradient, (0, part * members.size - gradient.numel()))
     sent = rounded(padded).view(members.size, part)
     received = torch.empty_like(sent)
-    members.count_sent(volume.all_to_all_bytes(volume.size_of(sent), members.size))
+    members.count_sent(volume.all_to_all_bytes(sent.nbytes, members.size))
     group = members.process_group
     members.wait(dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group, async_op=True))
     own = gradient.new_empty(part)

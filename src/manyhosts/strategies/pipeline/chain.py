@@ -65,6 +65,17 @@ def find_chain(model: nn.Module) -> Chain:
     )
 
 
+def block_bytes(model: nn.Module) -> tuple[int, ...]:
+    """Of the parameters of each block, those of an earlier one left out; what no block has counts as the first one's.
+
+    Raises:
+        ConfigError: the model has no blocks.
+    """
+    left = {id(each): each.nbytes for each in model.parameters()}
+    sizes = [sum(left.pop(id(each), 0) for each in block.parameters()) for _, block in find_chain(model).blocks]
+    return (sizes[0] + sum(left.values()), *sizes[1:])
+
+
 def _is_plain_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import copy_of
 from manyhosts.strategies.pipeline.chain import Chain, find_chain, run
-from manyhosts.strategies.pipeline.messages import flat
-from manyhosts.strategies.pipeline.owners import leave, put_in, tied_of
+from manyhosts.strategies.pipeline.messages import flat, put_together
+from manyhosts.strategies.pipeline.owners import leave, put_in, tied_of, uses_by_blocks
 from manyhosts.strategies.uses import Uses, tensors_in
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -59,24 +59,14 @@ def look(model: nn.Module, chain: Chain, inputs: Any, context: Context, *, timed
     blocks = [block for _, block in find_chain(copied).blocks]
     named = [*copied.named_parameters(), *copied.named_buffers()]
     uses = _Uses({id(each): name for name, each in named})
-    inside = {name: set[int]() for name, _ in named}
-    for number, block in enumerate(blocks):
-        mine = {id(each) for each in (*block.parameters(), *block.buffers())}
-        for name, each in named:
-            if id(each) in mine:
-                inside[name].add(number)
     with randomness.undisturbed(), _in_order(blocks, chain, uses), context(), uses:
-        _seeded(lambda: copied(inputs))
-    found = {name: sorted(uses.found.get(name, set()) | numbers) for name, numbers in inside.items()}
-    seen = Seen(found)
+        randomness.seed_compute(0, randomness.COMPUTE)
+        copied(inputs)
+    inside = uses_by_blocks(copied, blocks)
+    seen = Seen({name: sorted(uses.found.get(name, set()).union(numbers)) for name, numbers in inside.items()})
     if timed:
         seen.seconds = _seconds(copy_of(model).train(), chain, inputs, context)
     return seen
-
-
-def _seeded(compute: Callable[[], Any]) -> Any:
-    randomness.seed_compute(0, randomness.COMPUTE)
-    return compute()
 
 
 @contextmanager
@@ -135,28 +125,14 @@ def _seconds(model: nn.Module, chain: Chain, inputs: Any, context: Context) -> l
             for number in range(count):
                 begin = time.perf_counter()
                 with context():
-                    outputs = run(model, own, number, number + 1, inputs, value, no_values)
-                roots = [each for each in flat(outputs).tensors if each.requires_grad]
+                    outputs = run(model, own, number, number + 1, inputs, value, nullcontext)
+                given = flat(outputs)
+                roots = [each for each in given.tensors if each.requires_grad]
                 torch.autograd.backward(roots, [torch.zeros_like(each) for each in roots])
                 best[number] = min(best[number], time.perf_counter() - begin)
-                value = _leaves(outputs)
+                leaves = [each.detach().requires_grad_(each.requires_grad) for each in given.tensors]
+                value = put_together(given.shape, leaves)
     return best
-
-
-@contextmanager
-def no_values() -> Iterator[None]:
-    """Nothing is lent."""
-    yield
-
-
-def _leaves(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    if isinstance(value, Mapping):
-        return {key: _leaves(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_leaves(each) for each in value)
-    return value
 
 
 @torch.no_grad()
@@ -170,7 +146,8 @@ def prove(
     """
     with randomness.undisturbed():
         with context():
-            wanted = _seeded(lambda: copy_of(model).train()(inputs))
+            randomness.seed_compute(0, randomness.COMPUTE)
+            wanted = copy_of(model).train()(inputs)
         randomness.seed_compute(0, randomness.COMPUTE)
         value: Any = None
         for stage in range(len(cuts) - 1):
@@ -186,13 +163,12 @@ def prove(
                     value = run(copied, own, cuts[stage], cuts[stage + 1], inputs, value, values)
                 flat(value)
             except (RuntimeError, NotImplementedError, TypeError, ValueError) as cause:
-                raise _not_alike(f"what stage {stage} computes needs something of another: {_line(cause)}") from cause
+                raise _not_alike(
+                    f"what stage {stage} computes needs something of another: "
+                    + (str(cause).splitlines() or [type(cause).__name__])[0]
+                ) from cause
     if not _equal(wanted, value):
         raise _not_alike("stages do not compute what the whole model computes")
-
-
-def _line(cause: Exception) -> str:
-    return (str(cause).splitlines() or [type(cause).__name__])[0]
 
 
 def _not_alike(what: str) -> ConfigError:

@@ -9,7 +9,7 @@ use to the first, and only then to what is there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,11 +108,9 @@ class Stage:
             value, _ = self.channel.receive(owner, VALUES)
             self.lent[each.name] = nn.Parameter(value, requires_grad=each.kept.requires_grad)
 
-    @contextmanager
-    def values(self) -> Iterator[None]:
+    def values(self) -> AbstractContextManager[None]:
         """Within, these stand in the model."""
-        with put_in(self.tied, self.lent):
-            yield
+        return put_in(self.tied, self.lent)
 
     # One micro-batch.
 

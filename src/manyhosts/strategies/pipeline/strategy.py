@@ -27,12 +27,11 @@ from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
-from manyhosts.strategies.pipeline.chain import Chain, find_chain
+from manyhosts.strategies.pipeline.chain import Chain, block_bytes, find_chain
 from manyhosts.strategies.pipeline.halves import Halves
-from manyhosts.strategies.pipeline.holding import Stages
 from manyhosts.strategies.pipeline.look import Seen, look, prove
 from manyhosts.strategies.pipeline.messages import OUTPUTS, Channel, Inbox
-from manyhosts.strategies.pipeline.owners import check_tied, leave, stages_of, tied_of, uses_by_blocks
+from manyhosts.strategies.pipeline.owners import Stages, check_tied, leave, stages_of, tied_of, uses_by_blocks
 from manyhosts.strategies.pipeline.stage import Stage, evaluate
 from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
@@ -86,7 +85,7 @@ class Pipelined(ComputedTogether):
         self._check_copies(model, *loss)
         spread([*model.parameters(), *model.buffers()], self.world)
         seen = self._seen(whole, chain)
-        cuts = self._cuts(chain, seen.seconds)
+        cuts = self._cuts(chain, seen.seconds, block_bytes(whole))
         stages = stages_of(seen.uses, cuts)
         sample = self.sample
         check_tied(whole, stages, "fp32" if sample is None else sample.precision)
@@ -159,7 +158,7 @@ class Pipelined(ComputedTogether):
             reported = {"uses": seen.uses, "seconds": seen.seconds}
         return Seen(**gather_plain(self.world, reported)[0])
 
-    def _cuts(self, chain: Chain, seconds: list[float]) -> list[int]:
+    def _cuts(self, chain: Chain, seconds: list[float], sizes: Sequence[int]) -> list[int]:
         """The first block of each stage, and the number of blocks.
 
         Raises:

@@ -8,6 +8,7 @@ and what each takes its part of (`taken`) one that is put together.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,21 +117,11 @@ class _Taken(torch.autograd.Function):
         return ctx.exchange.put_together(gradient, ctx.total), None
 
 
-def shared(given: Tensor, exchange: Exchange) -> Tensor:
-    """`given`, which all workers have alike; its gradient is the sum of theirs."""
-    return _Shared.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def summed(given: Tensor, exchange: Exchange) -> Tensor:
-    """The sum over the workers, which all then have alike."""
-    return _Summed.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def gathered(given: Tensor, exchange: Exchange, total: int) -> Tensor:
-    """Parts of a last dim of `total`, put together, which all then have alike."""
-    return _Gathered.apply(given, exchange, total)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def taken(given: Tensor, exchange: Exchange) -> Tensor:
-    """This worker's part of the last dim of what all have alike."""
-    return _Taken.apply(given, exchange)  # type: ignore[no-any-return,no-untyped-call]
+shared: Callable[[Tensor, Exchange], Tensor] = _Shared.apply
+"""`shared(given, exchange)`: `given`, which all workers have alike; its gradient is the sum of theirs."""
+summed: Callable[[Tensor, Exchange], Tensor] = _Summed.apply
+"""`summed(given, exchange)`: the sum over the workers, which all then have alike."""
+gathered: Callable[[Tensor, Exchange, int], Tensor] = _Gathered.apply
+"""`gathered(given, exchange, total)`: parts of a last dim of `total`, put together, which all then have alike."""
+taken: Callable[[Tensor, Exchange], Tensor] = _Taken.apply
+"""`taken(given, exchange)`: this worker's part of the last dim of what all have alike."""

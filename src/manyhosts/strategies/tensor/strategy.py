@@ -27,9 +27,8 @@ from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, St
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut
-from manyhosts.strategies.tensor.look import look
+from manyhosts.strategies.tensor.look import copied, few, look, tried, whole_passes
 from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
-from manyhosts.strategies.tensor.proof import copied, few, tried, whole_passes
 from manyhosts.strategies.traits import TRAITS
 
 _HEADS = (

@@ -31,12 +31,14 @@ from manyhosts.planner import fit
 from manyhosts.planner.memory import ModelBytes
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
-from manyhosts.strategies.single import SingleProcess
+from manyhosts.strategies.pipeline.chain import block_bytes
 from manyhosts.strategies.strategy import LooksAhead, Sample, Strategy
 from manyhosts.strategies.table import STRATEGIES
+from manyhosts.strategies.tensor.plan import is_cuttable
 from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.strategies.whole_model import SingleProcess
 from manyhosts.training.loop.compute import ForwardPass, pair
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
@@ -263,6 +265,7 @@ def _agreed(given: Given, own: _Sizes) -> fit.Training:
         tail=tail_bytes(model),
         on_cpu=world.device.type == "cpu",
         several=settings.micro_batch_size is not None,
+        **_of_same_samples(given, model),
     )
     return fit.Training(
         model=sizes,
@@ -271,6 +274,29 @@ def _agreed(given: Given, own: _Sizes) -> fit.Training:
         apart=world.apart,
         virtual_workers=settings.virtual_workers,
     )
+
+
+def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
+    """What `ModelBytes` knows for strategies whose workers compute the same samples; nothing where none could."""
+    settings, data, compute = given.settings, given.data, given.compute
+    asks = settings.compile or settings.activation_checkpointing or settings.balance == "speed"
+    refused = compute.step is not None or asks or given.world.device.type != "cpu" or hasattr(data.train, "shard")
+    if refused or data.train is None or isinstance(data.train, IterableDataset):
+        return {}
+    whole = settings.batch_size or given.world.size * (settings.batch_size_per_worker or 1)
+    own = -(-whole // given.world.size)
+    most = settings.micro_batch_size or whole
+    try:
+        blocks = block_bytes(model) if settings.precision != "fp16" else ()
+    except ConfigError:
+        blocks = ()
+    layers = {id(p): p.nbytes for each in model.modules() if is_cuttable(each) for p in each.parameters()}
+    return {
+        "blocks": blocks,
+        "divisible": sum(layers.values()),
+        "together": min(whole, most) / min(own, most),
+        "passes": -(-whole // most),
+    }
 
 
 def _bytes(made: nn.Module, *, trained: bool = False) -> int:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from manyhosts.cluster.membership import MEMBER
-from manyhosts.communication import links
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.shared_norm import Batch
 from manyhosts.communication.world import World
@@ -31,6 +30,7 @@ from manyhosts.data.steps import Step
 from manyhosts.events import Event, Note, Slowdown, StepDone, WorkersTimed, WorkerTimes
 from manyhosts.training.loop import balance
 from manyhosts.training.loop.balance import Balance
+from manyhosts.training.telemetry import links
 from manyhosts.units import seconds_in_words
 
 SYSTEM = Path("/sys/devices/system/cpu")

@@ -1,0 +1,61 @@
+"""Tensor parallelism: every worker computes all samples with its part of the layers that are cut, and the rest."""
+
+from __future__ import annotations
+
+from manyhosts.config.tensor_cut import Tensor
+from manyhosts.errors import ConfigError
+from manyhosts.planner.compute import micro_batches, passes
+from manyhosts.planner.group import Group
+from manyhosts.planner.measured import CutLayers, Measured
+from manyhosts.planner.memory import Memory, ModelBytes, model_bytes, part_of
+from manyhosts.planner.same_samples import of_same_samples, step_of
+from manyhosts.planner.step import Step
+
+_TRIAL = 4
+"""The model and what a trial of a cut holds, as a multiple of the parameters: a copy of 64 bits, gradients of 32."""
+
+
+class TensorParallelModel:
+    """Over all workers, with the plan that is found."""
+
+    def memory(self, measured: Measured, group: Group) -> Memory:
+        """See `StrategyModel`."""
+        _layers(measured)
+        return self.held(model_bytes(measured, group.workers), group.workers)
+
+    def held(self, model: ModelBytes, workers: int) -> Memory:
+        """See `CutStrategyModel`. Activations count as if nothing between layers were cut: not less."""
+        activations = model.together * model.activations
+        share = _share(model.divisible, model.parameters, workers)
+        return part_of(model, share, activations=activations, workers=workers, at_start=_TRIAL * model.parameters)
+
+    def step(self, measured: Measured, group: Group) -> Step:
+        """See `StrategyModel`. A layer is taken to take as long as its parameters are many."""
+        layers, same = _layers(measured), of_same_samples(measured, group.workers)
+        share = _share(layers.parameter_bytes, measured.parameter_bytes, group.workers)
+        sizes = micro_batches(same, group.workers)
+        each = layers.exchanged_bytes / max(1, layers.exchanges)
+        exposed = sum(layers.exchanges * group.all_reduce(size * each) for size in sizes)
+        held = share * measured.parameter_bytes
+        return step_of(same, group, compute=share * passes(same, group).total, exposed=exposed, held=held)
+
+
+def _share(cut: int, total: int, workers: int) -> float:
+    """Of the parameters that one worker has."""
+    part = cut / max(1, total)
+    return 1 - part + part / workers
+
+
+def _layers(measured: Measured) -> CutLayers:
+    if measured.cut_layers is None:
+        raise ConfigError(
+            "this model has no layers that were found to be cut over workers",
+            where="strategy='tensor'",
+            fix="run it with --set strategy=tensor on two workers, which says why",
+        )
+    return measured.cut_layers
+
+
+def make(_config: Tensor) -> TensorParallelModel:
+    """What the table of strategies calls."""
+    return TensorParallelModel()

@@ -99,10 +99,11 @@ class Run:
         """The number of the first such line from line `after` on, and the line."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
+            has_ended = self.command.poll() is not None
             for number, line in enumerate(self.lines()[after:], start=after):
                 if line["event"] == kind and text in line.get("text", ""):
                     return number, line
-            if self.command.poll() is not None:
+            if has_ended:
                 break
             time.sleep(0.02)
         raise SystemExit(f"no line {kind!r} after line {after} of {self.run_dir}")
@@ -123,10 +124,12 @@ class Run:
         """How many steps it has made, and its weights, once it has come to its end. `early`: it is asked to stop."""
         if early:
             self.command.send_signal(signal.SIGTERM)
-        if self.command.wait(timeout=WAIT_S) != (128 + signal.SIGTERM if early else 0):
+        self.command.wait(timeout=WAIT_S)
+        _, line = self.wait_for("end")
+        if line["status"] != ("interrupted" if early else "completed"):
             raise SystemExit(f"the run in {self.run_dir} has failed: see output.log next to it")
         weights: dict[str, torch.Tensor] = mh.load(self.run_dir, weights="last")
-        return self.wait_for("end")[1]["step"], weights
+        return line["step"], weights
 
 
 def _lives(pid: int) -> bool:

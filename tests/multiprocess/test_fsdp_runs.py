@@ -116,7 +116,7 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on_from_its_parts_to_the_s
     assert summary(killed.run_dir)["restarts"] == 1
     assert summary(killed.run_dir)["weights_sha256"] == summary(whole.run_dir)["weights_sha256"]
     assert summary(whole.run_dir)["strategy"] == "fsdp"
-    reported = "if a worker is lost, all end (no worker holds the whole model); --restarts N continues"
+    reported = "if a worker is lost, all end (there is one copy of the model); --restarts N continues"
     assert reported in sharded.said(whole.run_dir)
 
 

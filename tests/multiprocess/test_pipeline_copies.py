@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import summary
-from launching import run
 from ranks import run_ranks
-from sharded import Case, assert_same, both, make_trainer, script, trained
+from sharded import Case, assert_same, both, make_trainer, trained
 from torch import nn
 
 from manyhosts.errors import ConfigError
@@ -44,20 +42,6 @@ def test_a_snapshot_passes_between_copies_and_other_layouts(tmp_path: Path) -> N
         assert all(one == found[0] for one in found)
         assert found[0][0] == before or not before, "what was taken up is not what was left, bit for bit"
         before = found[0][1]
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_the_run_goes_on_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
-    once = "if not os.path.exists('killed'): open('killed', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
-    hashes = set()
-    for name, trouble in {"whole": "pass", "killed": once}.items():
-        (tmp_path / name).mkdir()
-        on_last = script(trouble).replace('"RANK") == "1"', '"RANK") == "3"')  # block 3 is of stage 1
-        ended = run(tmp_path / name, on_last, "--workers", "4", "--restarts", "1", "--set", "stages=2")
-        assert ended.code == 0, ended.err
-        assert summary(ended.run_dir)["restarts"] == int(name == "killed")
-        hashes.add(summary(ended.run_dir)["weights_sha256"])
-    assert len(hashes) == 1
 
 
 REFUSED = {

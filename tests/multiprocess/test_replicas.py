@@ -37,10 +37,10 @@ def train(folder: Path, workers: int, *options: str, steps: int = 40, kills: str
 
 
 def assert_as_undisturbed(run_dir: Path, alone: Path) -> None:
-    """Each step is told once, with the losses and norms of one process; and the weights are its."""
+    """Each step is told once, with losses and norms as of one process, and the weights are its within 1e-5."""
     one, other = (outcome(each, {"sha": "", "validation": {}}) for each in (alone, run_dir))
-    assert other.norms == pytest.approx(one.norms, rel=1e-5, abs=1e-6)
-    assert other.losses == pytest.approx(one.losses, rel=1e-5, abs=1e-6)
+    assert other.norms == pytest.approx(one.norms, rel=1e-4, abs=1e-6)
+    assert other.losses == pytest.approx(one.losses, rel=1e-4, abs=1e-6)
     for name, weight in one.weights.items():
         away = (weight - other.weights[name]).abs().max().item()
         assert away <= 1e-5 * weight.abs().max().item(), f"{name} is away by {away}"

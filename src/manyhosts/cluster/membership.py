@@ -157,7 +157,7 @@ class Membership:
         """Whether a worker of the present group is lost, as far as is known here."""
         return self._broken == self.group
 
-    def begin(self, call: int, *, most: int, layout: PartOfCopy | None) -> None:
+    def begin(self, call: int, *, most: int, layout: PartOfCopy | None = None) -> None:
         """A call begins: the others may go. `most`: any number of workers up to this gives the same bits; 0: none.
 
         `layout`: this worker's place where several make one copy of the model.

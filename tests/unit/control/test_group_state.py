@@ -175,3 +175,62 @@ def test_group_that_breaks_at_one_step_again_and_again_without_a_loss_makes_no_p
     ask_all(who, 6)
     who.form()
     assert not who.makes_no_progress, "a step was finished"
+
+
+def copies(workers: int, parts: int, *, parts_first: bool = True) -> GroupState:
+    """Workers of which `parts` make one copy of a model; part and copy of each follow from its number."""
+    who = group_state(workers)
+    for number in range(workers):
+        part = number // (workers // parts) if parts_first else number % parts
+        who.lay_out(number, {"part": part, "parts": parts, "parts_first": parts_first, "plan": {}})
+    return who
+
+
+def replacement(number: int, part: int) -> Member:
+    return Member(number=number, node=0, local_rank=0, rank=0, late=True, part=part)
+
+
+def test_other_copies_go_on_at_once_and_the_rest_of_a_broken_one_waits() -> None:
+    who = copies(4, 2)  # 0 and 1 have part 0, 2 and 3 part 1
+    assert who.lose(3, "it was killed")
+    who.add(replacement(4, part=1))
+    ask_all(who, 7)
+    assert who.due, "nobody waits for the new one"
+    assert numbers(who.form()) == [0, 2]
+    assert who.members[1].late, "it has nobody to make a copy with"
+    assert not who.wants_change()
+    who.ask(4, -1, group=1)
+    ask_all(who, 9)
+    assert numbers(who.form()) == [0, 1, 2, 4], "each part has its place among the ranks"
+
+
+def test_copies_are_made_of_whoever_has_the_parts() -> None:
+    who = copies(4, 2, parts_first=False)  # 0 and 2 have part 0, 1 and 3 part 1
+    assert who.lose(0, "it was killed")
+    assert who.lose(3, "so was it")
+    ask_all(who, 7)
+    assert numbers(who.form()) == [2, 1]
+
+
+def test_workers_end_that_have_not_all_parts_left() -> None:
+    who = copies(4, 2)
+    assert who.lose(2, "it was killed")
+    assert not who.lose(3, "so was the last one of that part")
+
+
+def test_waiting_worker_is_of_no_use_to_others_that_lose_their_last_one_of_its_part() -> None:
+    who = copies(4, 2)
+    who.lose(3, "it was killed")
+    ask_all(who, 7)
+    who.form()
+    assert not who.lose(0, "it was killed"), "worker 1 has part 0 of a step before"
+
+
+def test_worker_of_a_host_that_comes_gets_the_part_of_which_there_are_fewest() -> None:
+    who = copies(4, 2)
+    who.lose(2, "its host is gone")
+    ask_all(who, 7)
+    who.form()
+    for number in (4, 5):
+        who.add(late(number, node=7))
+    assert [who.members[number].part for number in (4, 5)] == [1, 0]

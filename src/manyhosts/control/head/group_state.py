@@ -4,7 +4,7 @@ It decides and does nothing: `membership.GroupCoordinator` passes messages to it
 ranks of those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
 
 Where several workers make one copy of a model, each has a part of it for as long as it lives. Between two steps all
-copies are equal, so those that have the parts of a copy make one, whoever they were with before. A worker for whose
+copies are equal, so any that have all parts make one, also if they were in several before. A worker for whose
 part the others lack some waits, as one that was started late does, until they are there.
 """
 

@@ -304,27 +304,6 @@ fit(step=step, weight="samples")
         "workers",
         "loss is no mean",
     ),
-    "samples compared, with a gradient that float32 hides": Script(
-        """
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.main, self.side = network(), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.main(x), self.side(x)
-
-
-def step(model, batch):
-    outputs, side = model(batch[0])
-    return 1e5 * nn.functional.cross_entropy(outputs, batch[1]) + 1e-2 * side.var(0).sum().sqrt()
-
-
-fit(model=Both, step=step, weight="samples", optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
-""",
-        "workers",
-        "unknown",
-    ),
     "samples mixed in the model": Script(
         """
 class Mixing(nn.Module):
@@ -522,3 +501,25 @@ fit(step=step)
         "generator",
     ),
 }
+
+SMALL = Script(
+    """
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.main, self.side = network(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.main(x), self.side(x)
+
+
+def step(model, batch):
+    outputs, side = model(batch[0])
+    return 1e5 * nn.functional.cross_entropy(outputs, batch[1]) + 1e-2 * side.var(0).sum().sqrt()
+
+
+fit(model=Both, step=step, weight="samples", optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))
+""",
+    "workers",
+)
+"""Samples are compared, with a gradient too small to be seen in float32, and as large as any with Adam."""

@@ -20,7 +20,7 @@ from launching import alive, wait_until
 from manyhosts.cli.prove_screen import print_proof
 from preloaded import descendants
 from prove_faults import FAULTS
-from prove_scripts import BROKEN, RIGHT, Script
+from prove_scripts import BROKEN, RIGHT, SMALL, Script
 
 from manyhosts.errors import ConfigError, ScriptError
 from manyhosts.prove.prove import Proof, prove
@@ -28,7 +28,15 @@ from manyhosts.prove.trials import Asked, make_stage
 from manyhosts.trials.forked import LocalTrialRunner
 
 STEPS = 8
-SLOW_RIGHT = ("adamw with weight decay", "unseeded model", "batch norm", "augmentation", "attention with dropout")
+SLOW_RIGHT = (
+    "adamw with weight decay",
+    "unseeded model",
+    "batch norm",
+    "augmentation",
+    "attention with dropout",
+    "slopes that are drawn",
+    "an order with repeats",
+)
 
 
 def first_of_each(scripts: Mapping[str, Any]) -> list[Any]:
@@ -74,6 +82,14 @@ def test_the_cause_is_named(name: str, tmp_path: Path, stage: LocalTrialRunner) 
     assert ("after_step" in verdict.cause.fix) == (name == "a teacher averaged in the step")
     assert verdict.cause.evidence
     assert not proof.holds
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_that_float32_hides_is_found(tmp_path: Path, stage: LocalTrialRunner) -> None:
+    (verdict,) = proof_of(SMALL, tmp_path, stage).verdicts
+    assert verdict.status == "fails"
+    assert verdict.departure is not None
+    assert verdict.departure.name.startswith("side.")
 
 
 @pytest.mark.parametrize("name", first_of_each(FAULTS))

@@ -87,7 +87,7 @@ def resume(trials: Trials) -> Verdict:
     whole = trials.run(Setup(workers=count))
     if whole.trace.is_plain:
         return _plain("resume", "the script saves and resumes by itself, or not at all")
-    if whole.error is not None and not whole.trace.steps:
+    if whole.error is not None:
         count = trials.asked.workers[0]  # a script that is refused on several workers may yet be killed on one
         whole = trials.run(Setup(workers=count))
     if whole.error is not None and not whole.trace.steps:

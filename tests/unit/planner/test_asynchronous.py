@@ -70,8 +70,8 @@ def simulated(measured: Measured, asked: Group, servers: int | None) -> float:
 def test_step_is_about_as_long_as_simulated(workers: int, servers: int | None, bytes_per_second: float) -> None:
     asked = group(workers, latency_s=0.002, bytes_per_second=bytes_per_second)
     model = STRATEGIES.load("parameter-server")(mh.ParameterServer(servers=servers))
-    meeting = model._meeting(TRAINING, asked) if workers > 1 else 0.0
-    predicted = model.step(TRAINING, asked).seconds - meeting
+    end = model._end_of_step(TRAINING, asked) if workers > 1 else 0.0
+    predicted = model.step(TRAINING, asked).seconds - end
     assert predicted == pytest.approx(simulated(TRAINING, asked, servers), rel=0.25)
 
 

@@ -44,7 +44,7 @@ class ServersModel:
             by_itself, busy = self._round(measured, group)
             if self.config.is_asynchronous:
                 busy += update * group.workers / servers - (lines.passes.total / rounds + update)
-            exposed = rounds * max(by_itself, busy) + self._meeting(measured, group)
+            exposed = rounds * max(by_itself, busy) + self._end_of_step(measured, group)
         found = assemble(measured, group, lines, exposed=exposed)
         if not self.config.is_asynchronous:
             return replace(found, update=found.update / servers)
@@ -83,7 +83,7 @@ class ServersModel:
             busiest = others * travels  # what all of a machine move
         return by_itself, busiest / network.bytes_per_second
 
-    def _meeting(self, measured: Measured, group: Group) -> float:
+    def _end_of_step(self, measured: Measured, group: Group) -> float:
         """Seconds until every worker has what all servers keep."""
         kept = 0 if isinstance(self.config, Hogwild) else measured.parameter_bytes + measured.optimizer_bytes
         copied = _COPIES * (measured.parameter_bytes + kept) * measured.copy_s_per_byte

@@ -58,7 +58,7 @@ WRONG = [
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
     (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["doctor", "far-away"], "if it is a host: manyhosts doctor --hosts far-away"),
-    (["run", "--set", "batch_size=", __file__], "write a whole number, as in --set batch_size=8"),
+    (["run", "--set", "batch_size=", __file__], "write an integer, as in --set batch_size=8"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),
     (["run", "--workers", "3.5", "x.py"], "  fix:   give an integer, such as 2"),
     (["run", "--set", "lr", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),

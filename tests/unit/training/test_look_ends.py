@@ -270,3 +270,23 @@ class RunningNorm(nn.Module):
 def test_model_that_mixes_samples_is_refused_though_it_writes_a_buffer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the model looks at the other samples of a batch"):
         trainer(tmp_path, model=lambda: nn.Sequential(RunningNorm(), network())).fit("2 steps")
+
+
+class Ages(nn.Module):
+    """Its output grows with its calls, which it counts in a buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+        self.register_buffer("age", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.age += 1
+        return self.inner(x) * (1 + 0.1 * self.age)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_buffers_are_as_they_were_before_each_pass_and_after_the_last(copies: bool) -> None:
+    model = Ages()
+    assert seen_of(model, copies=copies).holds == ["samples", "labels"]
+    assert model.age == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -350,3 +351,30 @@ def test_validate_test_predict_and_save_use_the_same_weights_and_say_which(tmp_p
     said = [line["text"] for line in lines if line["event"] == "note" and "weights, of step" in line["text"]]
     assert sum("the best weights" in text for text in said) == 6
     assert sum("the last weights, of step 15" in text for text in said) == 3
+
+
+def test_step_of_one_piece_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    twin, batches = copy.deepcopy(model), []
+    features = torch.randn(42, 4, generator=torch.Generator().manual_seed(3))
+    data = mh.Data(train=TensorDataset(features, features.sum(1, keepdim=True)), batch_size=7)
+    run = mh.Run(
+        models=model, optimizers=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), data=data, run_dir=tmp_path
+    )
+
+    def mean(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        batches.append(batch)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def step(run: mh.Run) -> None:
+        run.backward(mean)
+        run.update()
+
+    run.fit(step, "6 steps")
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1, momentum=0.9)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(twin(inputs), targets).backward()
+        optimizer.step()
+    assert len(batches) == 6
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))

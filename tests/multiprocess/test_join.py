@@ -175,7 +175,7 @@ def test_who_does_not_fit_is_told_so_and_the_others_train_as_if_nobody_had_asked
         assert run.secret_file.stat().st_mode & 0o077 == 0
         good = run.host("good")
         for wrong in ("", "abc", secret[:-1], secret[:20] + ("a" if secret[20] != "a" else "b") + secret[21:]):
-            words = "there is nobody to ask" if not wrong else "this is not the secret of a run"
+            words = "the secret cannot be asked for" if not wrong else "this is not the secret of a run"
             assert words in refused(good, wrong, code=2)
         known = JoinSecret.parse(secret, where="test")
         of_another = str(JoinSecret(known.token, Identity().fingerprint[:FINGERPRINT_BYTES]))

@@ -95,10 +95,6 @@ def _say(word: str) -> None:
     os.write(1, f"{word}\n".encode())
 
 
-if __name__ == "__main__":
-    main()
-
-
 _READ_ONLY, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE = 1, 4, 32, 4096, 16384
 _DETACH = 2
 
@@ -183,3 +179,7 @@ def _check(result: int, place: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), place)
+
+
+if __name__ == "__main__":
+    main()

@@ -221,10 +221,6 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def jobs_of(engine: Engine) -> Jobs:
     """Who keeps the jobs of `engine`: itself, or where it keeps none a process on this machine."""
     return cast(Jobs, engine) if isinstance(engine, Jobs) else Background(engine)
@@ -244,3 +240,7 @@ def of_handle(handle: str) -> tuple[Jobs, str]:
             fix="give what `manyhosts run --detach` printed, such as slurm://4711",
         )
     return jobs_of(LAUNCHERS.load(kind)()), name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -95,10 +95,6 @@ def main(words: list[str] | None = None) -> int:
     return agent.main(["--head", asked.head, "--node", node, "--address", address], token)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 _PATIENCE_S = 60.0
 """How long the head is asked: what this agent has printed reaches it when the engine has carried it there."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -150,3 +146,7 @@ def _ask(head: str, certificate: str, key: str) -> str:
     if not token:
         raise _NotKnownYet(f"the head at {head} did not know this agent in time", where=head, fix="")
     return token
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,7 +34,8 @@ class ParameterServer:
     """Into how many parts the parameters are cut, each kept by a server. None: one for each worker."""
     look_ahead: bool = True
     """Whether a worker that pulls is given the values that the pushes under way are expected to make, in place of the
-    newest: each adds what the last update did. Its gradient is then about one of the values that it will change."""
+    newest: each adds what the last update did. Its gradient is then about one of the values that it will change.
+    With an optimizer that keeps nothing of its updates, as SGD without momentum, it is given the newest."""
     compression: str = "none"
     """How pushed gradients are made smaller: `none`, `fp16`, `bf16` or `int8`."""
     error_feedback: bool = True

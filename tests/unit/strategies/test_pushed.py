@@ -116,22 +116,26 @@ def pulled(served: Served) -> tuple[int, Tensor]:
     return version, values
 
 
-@pytest.mark.parametrize("looks_ahead", [True, False])
-def test_a_pull_is_given_what_the_pushes_under_way_are_expected_to_make(looks_ahead: bool) -> None:
+@pytest.mark.parametrize(("looks_ahead", "momentum"), [(True, 0.5), (True, 0.0), (False, 0.5)])
+def test_a_pull_is_given_what_the_pushes_under_way_are_expected_to_make(looks_ahead: bool, momentum: float) -> None:
+    """Where the optimizer keeps something of its updates; else one says nothing of the next."""
     parameter, gradients = nn.Parameter(torch.zeros(3)), Gradients(mh.ParameterServer())
-    served = Served([parameter], torch.optim.SGD([parameter], lr=1.0), gradients, looks_ahead=looks_ahead)
+    served = Served(
+        [parameter], torch.optim.SGD([parameter], lr=1.0, momentum=momentum), gradients, looks_ahead=looks_ahead
+    )
 
     def push(version: int, by: float) -> int:
         parameter.grad = torch.full((3,), -by)
         return served.push(version, gradients.packed({"it": parameter}, exact=True))
 
-    first = [pulled(served) for _ in range(3)]
+    first = [pulled(served) for _ in range(4)]
     assert all(not values.any() for _, values in first), "no update was made that could be made again"
-    assert push(first[0][0], 0.5) == 0
-    _, values = pulled(served)  # of 0.5, with two pushes under way
-    assert torch.equal(values, torch.full((3,), 1.5 if looks_ahead else 0.5))
-    assert [push(version, by) for version, by in ((0, 0.25), (0, 1.0), (1, 0.0))] == [1, 2, 2]
-    assert torch.equal(served.values[0], torch.full((3,), 1.75)), "what is kept is what the gradients made of it"
+    assert [push(0, 0.5), push(0, 0.25)] == [0, 1]
+    newest = 0.5 + 0.25 + momentum * 0.5
+    assert torch.equal(served.values[0], torch.full((3,), newest)), "what is kept is what the gradients made of it"
+    _, values = pulled(served)  # with two pushes under way, and a last update of 0.5
+    assert torch.equal(values, torch.full((3,), newest + 2 * 0.5 if looks_ahead and momentum else newest))
+    assert [push(0, 1.0), push(0, 0.0), push(2, 0.0)] == [2, 3, 2]
     _, values = pulled(served)
     assert torch.equal(values, served.values[0]), "none is under way, so these are the newest"
 

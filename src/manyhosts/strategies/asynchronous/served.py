@@ -98,7 +98,7 @@ class Served:
         with self._lock:
             for value, gradient in zip(self.values, gradients, strict=True):
                 value.grad = gradient
-            if self.looks_ahead:
+            if self.looks_ahead and any(self.optimizer.state.values()):  # else an update says nothing of the next
                 known = [gradient is not None and not gradient.is_sparse for gradient in gradients]
                 self._moved = [each.clone() if of else None for each, of in zip(self.values, known, strict=True)]
             if self.optimizer.param_groups:

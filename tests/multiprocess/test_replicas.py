@@ -21,7 +21,7 @@ HYBRID = {"STRATEGY": "fsdp", "OPTIONS": json.dumps({"shard": 2})}
 def train(folder: Path, workers: int, *options: str, steps: int = 40, kills: str = "", **further: str) -> Path:
     """The directory of a run that has come to its end."""
     folder.mkdir()
-    variables = {"WORKERS": str(workers), "KILLS": kills, "STEPS": f"{steps} steps", "TRAINER": "{}"} | further
+    variables = {"WORKERS": str(workers), "KILLS": kills, "STEPS": f"{steps} steps"} | further
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [*MANYHOSTS, "run", "--workers", str(workers), "--run-dir", "run", *options, str(SCRIPT)],
@@ -114,9 +114,8 @@ def test_a_worker_dies_that_was_to_take_a_place(ways: dict[str, str], dies: str,
 
 @pytest.mark.slow
 def test_a_stage_that_no_worker_is_left_of_is_taken_from_the_newest_snapshot(tmp_path: Path) -> None:
-    trainer = json.dumps({"snapshots": "4 steps"})
-    alone = train(tmp_path / "alone", 1, **PIPELINE)
-    run_dir = train(tmp_path / "copies", 4, "--restarts", "1", kills="7:2,3", TRAINER=trainer, **PIPELINE)
+    alone, every = train(tmp_path / "alone", 1, **PIPELINE), ("--set", "snapshots.every=4 steps")
+    run_dir = train(tmp_path / "copies", 4, "--restarts", "1", *every, kills="7:2,3", **PIPELINE)
     assert_as_undisturbed(run_dir, alone)
     assert "from the snapshot of step 4" in recoveries(run_dir)[0]["how"]
 

@@ -43,7 +43,7 @@ def assert_as_undisturbed(run_dir: Path, alone: Path) -> None:
     assert other.losses == pytest.approx(one.losses, rel=1e-4, abs=1e-5)
     for name, weight in one.weights.items():
         away = (weight - other.weights[name]).abs().max().item()
-        assert away <= 1e-5 * weight.abs().max().item(), f"{name} is away by {away}"
+        assert away <= 1e-5 * weight.abs().max().item() + 1e-6, f"{name} is away by {away}"
 
 
 def recoveries(run_dir: Path) -> list[dict[str, Any]]:

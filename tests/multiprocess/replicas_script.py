@@ -2,7 +2,7 @@
 
 WORKERS: how many there are. KILLS: steps and ranks, such as `6:3 9:0,2`; each is due in that step, or in the first one
 after it in which all workers are there again. DIES: a worker that comes to take a place dies once where it has `made`
-its trainer, or when it is `given` the state. STRATEGY, OPTIONS, TRAINER: see `sharded.Case`.
+its trainer, or when it is `given` the state. STRATEGY, OPTIONS: see `sharded.Case`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def main() -> None:
             "micro_batch_size": 2,
             "clip_gradients": 0.5,
             "callbacks": [Kills()],
-            **json.loads(os.environ["TRAINER"]),
         },
     )
     trainer = make_trainer(case, None)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_a_killed_stage_is_replaced_and_the_run_goes_on_to_the_bits_of_one_proce
     assert summary(killed.run_dir)["restarts"] == 1
     assert summary(killed.run_dir)["weights_sha256"] == summary(whole.run_dir)["weights_sha256"]
     reported = sharded.said(killed.run_dir)
-    assert "where one is lost, the run is started again from the newest snapshot" in reported
+    assert "if a worker is lost, all end (there is one copy of the model); --restarts N continues" in reported
     assert "the stages waited" in reported
 
 

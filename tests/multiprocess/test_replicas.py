@@ -21,7 +21,7 @@ HYBRID = {"STRATEGY": "fsdp", "OPTIONS": json.dumps({"shard": 2})}
 def train(folder: Path, workers: int, *options: str, steps: int = 40, kills: str = "", **further: str) -> Path:
     """The directory of a run that has come to its end."""
     folder.mkdir()
-    variables = {"WORKERS": str(workers), "KILLS": kills, "STEPS": f"{steps} steps", "TRAINER": "{}"} | further
+    variables = {"WORKERS": str(workers), "KILLS": kills, "STEPS": f"{steps} steps"} | further
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [*MANYHOSTS, "run", "--workers", str(workers), "--run-dir", "run", *options, str(SCRIPT)],
@@ -29,7 +29,7 @@ def train(folder: Path, workers: int, *options: str, steps: int = 40, kills: str
         env=environment() | variables | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert len(list(folder.glob("killed-*-*"))) == sum(len(each.split(",")) for each in kills.split())
@@ -39,11 +39,11 @@ def train(folder: Path, workers: int, *options: str, steps: int = 40, kills: str
 def assert_as_undisturbed(run_dir: Path, alone: Path) -> None:
     """Each step is told once, with losses and norms as of one process, and the weights are its within 1e-5."""
     one, other = (outcome(each, {"sha": "", "validation": {}}) for each in (alone, run_dir))
-    assert other.norms == pytest.approx(one.norms, rel=1e-4, abs=1e-6)
-    assert other.losses == pytest.approx(one.losses, rel=1e-4, abs=1e-6)
+    assert other.norms == pytest.approx(one.norms, rel=1e-4, abs=1e-5)
+    assert other.losses == pytest.approx(one.losses, rel=1e-4, abs=1e-5)
     for name, weight in one.weights.items():
         away = (weight - other.weights[name]).abs().max().item()
-        assert away <= 1e-5 * weight.abs().max().item(), f"{name} is away by {away}"
+        assert away <= 1e-5 * weight.abs().max().item() + 1e-6, f"{name} is away by {away}"
 
 
 def recoveries(run_dir: Path) -> list[dict[str, Any]]:
@@ -80,12 +80,14 @@ LOSSES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LOSSES)
 def test_workers_of_a_pipeline_are_lost_again_and_again(name: str, tmp_path: Path) -> None:
     lost_and_back(LOSSES[name], 120 if name == "ten of them" else 60, tmp_path, PIPELINE)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ten_workers_of_sharded_copies_are_lost(tmp_path: Path) -> None:
     lost_and_back(LOSSES["ten of them"], 120, tmp_path, HYBRID)
 
@@ -112,9 +114,8 @@ def test_a_worker_dies_that_was_to_take_a_place(ways: dict[str, str], dies: str,
 
 @pytest.mark.slow
 def test_a_stage_that_no_worker_is_left_of_is_taken_from_the_newest_snapshot(tmp_path: Path) -> None:
-    trainer = json.dumps({"snapshots": "4 steps"})
-    alone = train(tmp_path / "alone", 1, **PIPELINE)
-    run_dir = train(tmp_path / "copies", 4, "--restarts", "1", kills="7:2,3", TRAINER=trainer, **PIPELINE)
+    alone, every = train(tmp_path / "alone", 1, **PIPELINE), ("--set", "snapshots.every=4 steps")
+    run_dir = train(tmp_path / "copies", 4, "--restarts", "1", *every, kills="7:2,3", **PIPELINE)
     assert_as_undisturbed(run_dir, alone)
     assert "from the snapshot of step 4" in recoveries(run_dir)[0]["how"]
 

@@ -31,7 +31,7 @@ class Numbered:
     group: object = field(default_factory=object)
     device: torch.device | None = None
     apart: bool = False
-    part: None = None
+    part: object = None
 
 
 def world_of(size: int, rank: int = 0) -> Numbered:
@@ -108,3 +108,31 @@ def has(kind: Any, protocol: Any, *, but: str = "") -> bool:
     """Whether a class has all calls of `protocol`; what it sets when it is made cannot be seen."""
     calls = {name for name in vars(protocol) if not name.startswith("_") and name != but}
     return all(hasattr(kind, name) for name in calls)
+
+
+@pytest.mark.parametrize(("sizes", "axis"), [({"pipe": 2}, "pipe"), ({"shard": 3}, "shard")])
+def test_worker_that_comes_late_has_its_place_in_a_copy_before_it_meets_the_others(
+    sizes: dict[str, int], axis: str
+) -> None:
+    for rank in range(6):
+        among = Mesh(world_of(6, rank), **sizes).place({"cuts": ["3"]})
+        assert among.part == Mesh(world_of(6, rank), **sizes).coordinate(axis)
+        assert (among.parts, among.parts_first) == (sizes[axis], axis == "pipe")
+        world: Any = world_of(1)
+        world.apart, world.part = True, among
+        late = Mesh(world, **sizes)
+        assert late.coordinate(axis) == among.part
+        assert late.place({"cuts": ["3"]}) == among
+        assert late.size(axis) == sizes[axis]
+        assert (late.data.size, late.replica.size) == (1, 1), "there is nobody to exchange anything with"
+        world.apart, world.size, world.rank = False, 6, rank
+        assert late.coordinate(axis) == among.part
+
+
+def test_who_is_along_an_axis_follows_the_workers() -> None:
+    world: Any = world_of(4, 2)
+    world.new_groups = lambda parts: next((ranks, object()) for ranks in parts if world.rank in ranks)
+    over = Mesh(world, shard=2).along("replicate")
+    assert over.ranks == (0, 2)
+    world.size, world.rank, world.group = 2, 0, object()
+    assert (over.ranks, over.size, over.process_group) == ((0,), 1, None)

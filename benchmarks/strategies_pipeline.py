@@ -3,10 +3,10 @@
     python benchmarks/strategies_pipeline.py [--steps 4] [--unit 0.15]
 
 Each block sleeps: a unit in the forward pass, one for the gradient of what it is given and one for that of its weight,
-so that two cores carry four stages. Workers are processes of this host, and train as any script does; from the second
-step on they run before all else that the machine does, where the system lets them (as root on Linux). What they have
-waited is what the run itself says at its end; next to it is what theory says of the schedule, with messages that take
-no time. Each share is that of all stages, and n is the steps behind the first.
+so that two cores carry four stages. Workers are processes of this host, and train as any script does; from when their
+model is made they run before all else that the machine does, where the system lets them (as root on Linux). What they
+have waited is what the run itself says at its end; next to it is what theory says of the schedule, with messages that
+take no time. Each share is that of all stages, and n is the steps behind the first.
 
 The uneven model has one block that sleeps eight times as long as each of the others. It is cut by layers and by
 measured time; the step that is expected of a cut is found by playing its passes through with the sleeps alone.
@@ -95,18 +95,17 @@ def train(asked: Asked, folder: Path) -> None:
     count = asked.micro_batches * (1 + asked.steps)
     begins: list[float] = []
 
-    def after(*_: Any) -> None:
-        if not begins:
-            take_precedence()
-        begins.append(time.perf_counter())
+    def model() -> nn.Module:
+        take_precedence()  # before its blocks are timed
+        return nn.Sequential(*(Sleeper(each) for each in asked.costs))
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(parameters, lr=0.01)
-        made.register_step_post_hook(after)
+        made.register_step_post_hook(lambda *_: begins.append(time.perf_counter()))
         return made
 
     trainer = mh.Trainer(
-        model=lambda: nn.Sequential(*(Sleeper(each) for each in asked.costs)),
+        model=model,
         loss=nn.MSELoss(),
         optimizer=optimizer,
         data=mh.Data(train=TensorDataset(torch.randn(count, 4), torch.randn(count, 4)), batch_size=asked.micro_batches),

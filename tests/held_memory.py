@@ -38,7 +38,7 @@ class HeldMemory(TorchDispatchMode):
                 self.see(each)
         elif isinstance(value, DTensor):
             self.see(value._local_tensor)
-        elif type(value) in (Tensor, nn.Parameter):
+        elif type(value) in (Tensor, nn.Parameter) and not value.is_meta:
             storage = value.untyped_storage()
             self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,3 +201,35 @@ def loud(rank: int, name: str, folder: Path) -> str:
     if what := answer(rank, name, folder):
         raise ValueError(what)
     return what
+
+
+class Sleeping(nn.Linear):
+    """A layer whose backward pass takes long."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = super().forward(input)
+        if made.requires_grad:
+            made.register_hook(lambda gradient: time.sleep(0.1))
+        return made
+
+
+def waits(rank: int, folder: Path) -> None:
+    made = mh.Trainer(
+        model=lambda: nn.Sequential(Sleeping(4, 4), Sleeping(4, 4)), loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        data=mh.Data(train=TensorDataset(torch.ones(9, 4), torch.ones(9, 4)), batch_size=2), micro_batch_size=1,
+        strategy=mh.Pipeline(schedule="gpipe", cuts="layers"), run_dir=folder,
+    )  # fmt: skip
+    made.fit("3 steps")
+
+
+def test_a_stage_that_is_through_waits_for_the_last_one(tmp_path: Path) -> None:
+    """Two backward passes of 0.1 s on each stage, and forward passes of nothing: each waits a third of the time. The
+    first stage does so before its backward passes, the second one behind them."""
+    run_ranks(2, waits, tmp_path)
+    [first, second, expected] = [
+        float(each) for each in re.findall(r"([\d.]+) %", sharded.said(tmp_path).partition("the stages waited")[2])[:3]
+    ]
+    assert expected == 33.3
+    assert first > 30
+    assert second > 30

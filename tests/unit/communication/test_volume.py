@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from manyhosts.communication import volume
 
 
@@ -20,7 +18,3 @@ def test_sum_is_a_scatter_and_a_gather_of_the_parts() -> None:
 def test_one_worker_sends_nothing() -> None:
     kinds = (volume.all_reduce_bytes, volume.all_gather_bytes, volume.all_to_all_bytes, volume.broadcast_bytes)
     assert [kind(1000, 1) for kind in kinds] == [0, 0, 0, 0]
-
-
-def test_size_counts_elements_by_their_width() -> None:
-    assert volume.size_of(torch.zeros(3, 5, dtype=torch.bfloat16)) == 30

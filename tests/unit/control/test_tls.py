@@ -263,7 +263,7 @@ def test_one_who_says_a_little_now_and_then_is_not_listened_to_for_ever(
             time.sleep(0.05)
 
     place = called(Peer(act, answers=True))
-    with head_connection.connect(place) as connection, pytest.raises(LaunchError, match="nothing for"):
+    with head_connection.connect(place) as connection, pytest.raises(LaunchError, match="no more than a part"):
         HeadClient(connection, place).receive(Prove)
     with head_connection.connect(called(Peer(act, answers=True))) as connection, pytest.raises(TimeoutError):
         doctor_channel.call(connection, TOKEN, 0.5)

@@ -87,7 +87,7 @@ def test_that_a_refusal_breaks_the_promise_of_the_same_answer_and_no_other() -> 
         "workers": "fails", "micro": "not judged", "resume": "not judged", "samples": "not judged",
         "ranks": "not judged",
     }  # fmt: skip
-    assert found["ranks"].note == "with 2 workers it could not be tried, because the loss is a sum"
+    assert found["ranks"].note == "with 2 workers it could not be tried, because the loss is a sum; a mean"
 
 
 def test_that_what_prove_cannot_try_is_no_fault_of_the_script() -> None:

@@ -69,7 +69,7 @@ def test_ls_lists_the_newest_first_with_step_size_and_condition(run: Path, capsy
     ]
     assert rows[1][-1] == "it"  # "half-written, perhaps by a run that is still at it"
     assert rows[2][1:3] == ["30", "3"]
-    assert rows[2][-1] == "whole"
+    assert rows[2][-1] == "complete"
     assert rows[3][7:11] == [TENSORS, "is", "damaged:", "its"]
     assert rows[5][1] == "20"
 
@@ -141,7 +141,7 @@ def test_verify_takes_one_snapshot_too(run: Path, capsys: pytest.CaptureFixture[
     flip(run / "snapshots" / "step-00000010" / TENSORS)
     assert main(["snapshots", "verify", str(run / "snapshots" / "step-00000010")]) == 2
     assert main(["snapshots", "verify", str(run / "snapshots" / "step-00000020")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "step-00000020: whole"
+    assert capsys.readouterr().out.splitlines()[-1] == "step-00000020: complete"
 
 
 def test_verify_of_nothing_is_a_wrong_request(tmp_path: Path) -> None:

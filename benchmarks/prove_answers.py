@@ -33,8 +33,8 @@ STEPS, ALIKE = 16, 10
 """Optimizer steps of a trial, and scripts that are forked from one process."""
 MENDED = (
     "Found by them, and mended before this record: `✓` of a loss that compares samples by what is drawn for them, of a "
-    "gradient too small for float32, and (`micro`) of a term that grows slowly; `✗` of RReLU, of samples in an order of "
-    "the script's that repeats some, of promises that a refusal on two workers leaves untried, and of a pipeline; a "
+    "gradient too small for float32, and (`micro`) of a term that grows slowly; `✗` of RReLU, of samples in an order "
+    "of the script's that repeats some, of promises that a refusal on two workers leaves untried, and of a pipeline; a "
     "cause that named what `prove` itself keeps."
 )
 

@@ -352,9 +352,9 @@ def _spread(values: list[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def sections() -> dict[str, str]:
-    """What the page has, by headings."""
-    parts = REPORT.read_text().split("\n## ")[1:] if REPORT.exists() else []
+def sections(page: Path) -> dict[str, str]:
+    """What `page` has, by headings."""
+    parts = page.read_text().split("\n## ")[1:] if page.exists() else []
     return {heading: text.strip() for heading, _, text in (part.partition("\n") for part in parts)}
 
 
@@ -365,11 +365,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--places", default=",".join(PLACES), help="some of these")
     parser.add_argument("--ways", default=",".join(WAYS), help="some of these")
+    parser.add_argument("--output", type=Path, default=REPORT, help="the page that the answer is written to")
     parser.add_argument("--one", help="be a worker; the benchmark starts them itself")
     asked = parser.parse_args()
     if asked.one:
         work(asked.one, asked.width, asked.steps)
-    found = sections()
+    found = sections(asked.output)
     for place, way in product(asked.places.split(","), asked.ways.split(",")):
         names = [name for hand, ours in WAYS[way].items() for name in (hand, *ours)]
         figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -385,8 +386,8 @@ def main() -> None:
         assert all(math.isclose(each, losses[names[0]], rel_tol=1e-3) for each in losses.values()), f"{losses}"
         found[f"{way}: {PLACES[place]}"] = "\n".join(table(way, figures, busy))
     lines = ["# What a step of each strategy takes", "", *(__doc__ or "").split("\n\n")[2].splitlines()]
-    REPORT.write_text("\n".join(lines) + "\n" + "".join(f"\n## {each}\n\n{found[each]}\n" for each in found))
-    print(REPORT.read_text())
+    asked.output.write_text("\n".join(lines) + "\n" + "".join(f"\n## {each}\n\n{found[each]}\n" for each in found))
+    print(asked.output.read_text())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 @pytest.mark.timeout(400)
 def test_every_strategy_is_measured_and_ends_with_the_loss_of_the_loop_by_hand(tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPT), "--rounds", "1", "--steps", "2", "--width", "64", "--places", "host"]
+    words += ["--ways", "fsdp"]
     done = subprocess.run(
         [*words, "--output", str(tmp_path / "answer.md")], capture_output=True, text=True, timeout=380
     )

@@ -14,7 +14,7 @@ WEIGHTS = torch.tensor([1.0, -2.0, 3.0, 0.5])
 class Measurements(IterableDataset):
     """Endless noisy measurements of one linear law.
 
-    Every worker reads the whole stream and keeps its part. A stream that can skip what others read offers
+    Every worker reads the entire stream and keeps its part. A stream that can skip what others read offers
     `shard(index, count)`, and one that can continue where it was offers `state_dict()` and `load_state_dict(state)`.
     """
 

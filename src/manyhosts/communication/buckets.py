@@ -3,7 +3,7 @@
 Parameters are packed into buckets in the order in which their gradients become ready, found in the first backward pass
 and then fixed for all workers by the leader. A bucket whose last gradient has come is sent at once, in bucket order, so
 that every worker sends the same things in the same order whatever its own backward pass did. A parameter that a worker
-did not use counts as zero; one that nobody used keeps no gradient, as in one process: each bucket carries one number
+did not use counts as zero; one that no one used keeps no gradient, as in one process: each bucket carries one number
 per parameter that says how many workers used it.
 
 With a compression, what is large in a bucket is sent through it, and the rest of the bucket as it is.
@@ -199,7 +199,7 @@ class GradientBuckets:
         self.armed = True
 
     def ready(self, number: int, parameter: Tensor) -> None:
-        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the whole one."""
+        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the final one."""
         if not self.filling:
             return
         bucket, view = self.place_of[number]
@@ -217,7 +217,7 @@ class GradientBuckets:
         if not self.armed:
             return
         if self.order.seen is not None or number in self.order.in_parts:
-            return  # it is not known to be whole before the pass is over
+            return  # it is not known to be complete before the pass is over
         bucket.missing -= 1
         while self.sent < len(self.buckets) and self.buckets[self.sent].missing <= 0:
             self._send(self.buckets[self.sent])

@@ -1,6 +1,6 @@
 """A `torch.distributed.Store` whose values the head keeps: workers meet over the channel of their agents.
 
-Nobody else can read or change what they tell each other there, and no port is opened for it. `docs/decisions/0060` says
+No one else can read or change what they tell each other there, and no port is opened for it. `docs/decisions/0060` says
 for which groups it is used.
 """
 
@@ -34,7 +34,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         self._line, self._timeout = line, timeout
         self._clones: list[ChannelStore] = []
         self._size = 0
-        """How many workers the group has that is being made; 0 where nobody knows."""
+        """How many workers the group has that is being made; 0 where it is not known."""
         self._sizes: dict[str, int] = {}
         """How many workers put something at a name that begins so, and ends in their rank: this one has, too."""
         self._known: dict[str, bytes] = {}
@@ -146,7 +146,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
 
 def _before_rank(key: str) -> str:
-    """What stands before the number at the end of `key`; nothing where there is none."""
+    """What is before the number at the end of `key`; nothing where there is none."""
     begin, slash, rank = key.rpartition("/")
     return begin + slash if rank.isdecimal() else ""
 

@@ -129,7 +129,7 @@ class CommQueue:
         for thread in threads:
             thread.join()
         under_way, self._under_way = self._under_way, []
-        for queued in under_way if self.world.is_broken else ():  # it may have come to its end: nobody knows
+        for queued in under_way if self.world.is_broken else ():  # whether it has ended is not known
             queued.error = CommunicationError(
                 "an exchange was cut off", where="the group that broke", fix="see what was printed about the others"
             )

@@ -1,4 +1,4 @@
-"""Tensors that PyTorch keeps in parts as DTensors: which part a worker holds, and the whole of one."""
+"""Tensors that PyTorch keeps in parts as DTensors: which part a worker holds, and the full tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gathered(tensor: DTensor) -> Tensor:
 
 
 class DTensors(Holding):
-    """A `Holding` where what is cut is a DTensor, and what is not is whole on every worker."""
+    """A `Holding` where what is cut is a DTensor, and what is not is complete on every worker."""
 
     def __init__(self, mesh: Mesh) -> None:
         """`mesh`: the workers. Those that stand along `replicate` hold the same, also where no DTensor says so."""
@@ -48,7 +48,7 @@ class DTensors(Holding):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def block(self, tensor: Tensor) -> TensorPart:
-        """The block with its place in the whole."""
+        """The block with its place in the full tensor."""
         if not isinstance(tensor, DTensor):
             return TensorPart.all_of(tensor)
         local, shape = self.local(tensor), tuple(tensor.shape)
@@ -64,7 +64,7 @@ class DTensors(Holding):
         return self._whole_now(tensor) if tensor.device.type == "cpu" else gathered(tensor)
 
     def _whole_now(self, tensor: DTensor) -> Tensor:
-        """The same from the workers of now, who may be others than those that PyTorch was told of."""
+        """The same from the workers of now, who may be others than those that PyTorch knows."""
         [placement] = tensor.placements
         local = tensor.to_local()
         if not isinstance(placement, Shard):

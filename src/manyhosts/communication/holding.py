@@ -36,7 +36,7 @@ class Holding:
         return tensor
 
     def block(self, tensor: Tensor) -> TensorPart:
-        """The same with its place in the whole tensor."""
+        """The same with its place in the full tensor."""
         return TensorPart.all_of(tensor)
 
     def whole(self, tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
 `data` (replicate and shard) is who reads different samples: batches, gradients and BatchNorm are over it. `replica`
 (tensor and pipe) is who computes the same samples together.
 
-A worker that was started late to join the others knows its place along the axes of one copy, and stands alone along
+A worker that was started late to join the others knows its place along the axes of one copy, and is alone along
 `replicate` until it has met them.
 
 Ranks run over `pipe` slowest and over `tensor` fastest, so that neighbours, which mostly share a host, are those that
@@ -197,7 +197,7 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=wanted)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """A process group along one axis, also where one worker stands there alone."""
+        """A process group along one axis, also where one worker is there alone."""
         members = self.along(axis)
         if members.process_group is not None:
             return members.process_group
@@ -233,7 +233,7 @@ class Along(Collectives):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Theirs; None where this worker stands alone, or they are all."""
+        """Theirs; None where this worker is alone, or they are all."""
         return self.members()[1]
 
     @property

@@ -59,7 +59,7 @@ def find_levels(world: World) -> Levels | None:
 
 
 def make_link(world: World, levels: Levels | None) -> Link:
-    """A link of the whole world, in which that of this worker's node and that of its rail stand; called by all."""
+    """A link of the entire world, in which that of this worker's node and that of its rail are; called by all."""
     link = Link(world.rank, world.size, world.new_group() if world.size > 1 else None)
     if levels is not None:
         link.inside, link.across = (_link_among(world, parts) for parts in (levels.nodes, levels.rails))

@@ -49,7 +49,7 @@ class PlainKernels:
     def output(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
     ) -> Tensor:
-        """Of the layer, for the mean and the biased variance of the whole batch."""
+        """Of the layer, for the mean and the biased variance of the entire batch."""
         inverse = torch.rsqrt(variance + eps)
         output = _normal(x, mean, inverse)
         if weight is not None:
@@ -149,7 +149,7 @@ class GpuKernels(PlainKernels):
     ) -> Tensor:
         """Of the layer."""
         inverse = torch.rsqrt(variance + eps)
-        # The kernel is told the inverse, and makes nothing of its last argument.
+        # The kernel gets the inverse, and makes nothing of its last argument.
         return torch.batch_norm_elemt(_dense(x, x), _like(weight, mean), _like(bias, mean), mean, inverse, 0.0)
 
     def backward(

@@ -68,7 +68,7 @@ class ReadyOrder:
         self.present = self.guess
         self.in_parts: set[int] = set()
         """Parameters whose gradient came several times in that pass, each time with more in it: whoever sees it come
-        does not know whether it is whole before the pass is over. Reentrant checkpoints of a shared layer do that."""
+        does not know whether it is complete before the pass is over. Reentrant checkpoints of shared layers do that."""
 
     def forget(self) -> None:
         """A backward pass begins: what is known of one that broke off does not count."""

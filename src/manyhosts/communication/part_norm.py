@@ -1,6 +1,6 @@
 """BatchNorm whose batch is one part of the global batch, with running values that no cut over workers can change.
 
-A part is normalised by its own mean and variance, so a forward pass needs nobody else. Meanwhile the running mean and
+A part is normalised by its own mean and variance, so a forward pass needs no one else. Meanwhile the running mean and
 variance stay as they are: every part of a step sees the same. What the parts saw is summed in the order of the tree and
 put into the running values once per step, as the mean and the unbiased variance of all samples of the step;
 `num_batches_tracked` counts steps.

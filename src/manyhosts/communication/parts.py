@@ -11,7 +11,7 @@ from manyhosts.records.tensor_parts import Box
 
 @dataclass(eq=False, slots=True)
 class TensorPart:
-    """A block of a tensor; in a state that is saved it stands where the whole tensor would.
+    """A block of a tensor; in a state that is saved it is where the full tensor would be.
 
     All workers give the same tensor the same `shape`, and each element is given by exactly one of them: a snapshot is
     written only where that is so. What a worker holds nothing of has a `local` without elements.
@@ -19,9 +19,9 @@ class TensorPart:
 
     local: Tensor
     offset: tuple[int, ...]
-    """Where it begins in the whole tensor, in each dimension."""
+    """Where it begins in the full tensor, in each dimension."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Of the full tensor."""
 
     @classmethod
     def all_of(cls, tensor: Tensor) -> TensorPart:
@@ -36,5 +36,5 @@ class TensorPart:
 
     @property
     def is_all(self) -> bool:
-        """Whether nobody else holds anything of it."""
+        """Whether no one else holds anything of it."""
         return tuple(self.local.shape) == self.shape

@@ -50,7 +50,7 @@ class acting:  # called as a function is
 
 class _Shared(nn.modules.batchnorm._BatchNorm):
     plain: ClassVar[type[nn.Module]]
-    """PyTorch's class that this one stands for."""
+    """PyTorch's class that this one replaces."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input` of shape `(N, C, …)`."""
@@ -81,7 +81,7 @@ _SHARED: dict[type[nn.Module], type[_Shared]] = {
 
 
 def _shared(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class in place of `kind`; None where `kind` is no BatchNorm, or stands in the place of one already.
+    """The class in place of `kind`; None where `kind` is no BatchNorm, or is in the place of one already.
 
     In place of a class that derives from PyTorch's comes one that derives from both: what it adds to `forward` calls
     PyTorch's, which is ours there.
@@ -105,7 +105,7 @@ def prepare(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 def check_values(input: Tensor) -> None:
-    """See that `input`, of shape `(N, C, …)`, the whole batch of a layer, has a variance.
+    """See that `input`, of shape `(N, C, …)`, the entire batch of a layer, has a variance.
 
     Raises:
         ConfigError: it has one value for each channel.

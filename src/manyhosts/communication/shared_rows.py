@@ -107,7 +107,7 @@ class SharedRows:
                     raise CommunicationError(
                         f"rank {self.rank} waited {self.timeout_s:.0f} s for rank {rank} in a BatchNorm layer",
                         where="memory that workers of one host share",
-                        fix="see what that rank does: `manyhosts run --hang-timeout` says where it stands",
+                        fix="see what that rank does: `manyhosts run --hang-timeout` says where it is",
                     )
 
     def _is_gone(self, rank: int) -> bool:

@@ -1,7 +1,7 @@
 """The connections that belong to a group of workers, so that all of them can be cut at once.
 
 Gloo has no working abort (torch 2.13: `ProcessGroup.abort()` on Gloo comes back and changes nothing). A worker that
-waits for another whose host is gone would wait for the whole timeout. Shutting its sockets down ends the wait at once,
+waits for another whose host is gone would wait for the entire timeout. Shutting its sockets down ends the wait at once,
 and tells the others, too.
 """
 

@@ -1,6 +1,6 @@
 """One fixed binary tree over the parts of a batch, and the sums of its subtrees.
 
-Part p is leaf p. Node (level, index) stands over the leaves from index * 2**level on, 2**level of them or as many as
+Part p is leaf p. Node (level, index) is over the leaves from index * 2**level on, 2**level of them or as many as
 there are; one whose right half has no leaf is its left half. So the tree knows the number of parts and nothing else:
 
     parts 0 1 2 3 4        ((0 + 1) + (2 + 3)) + 4
@@ -37,7 +37,7 @@ class Node:
 
 
 def root(parts: int) -> Node:
-    """The whole tree."""
+    """The entire tree."""
     return Node((parts - 1).bit_length(), 0)
 
 

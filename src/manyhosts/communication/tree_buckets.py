@@ -121,7 +121,7 @@ class TreeBuckets:
         finds them by itself: the order in which buckets are sent does not depend on it."""
         self.on_handover: Callable[[Sequence[Tensor | None]], None] | None = None
         """Called with the gradients of a bucket when they are handed over, bucket by bucket."""
-        # The last layer's gradient mostly comes first. An order found by watching would have to be told to workers that
+        # The last layer's gradient mostly comes first. An order found by watching would have to be sent to workers that
         # join later; this one every worker knows.
         backward = range(len(self.parameters) - 1, -1, -1)
         groups = packed(self.parameters, backward, bucket_bytes=bucket_bytes)
@@ -151,7 +151,7 @@ class TreeBuckets:
         self.armed = None
 
     def ready(self, number: int, parameter: Tensor) -> None:
-        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the whole one."""
+        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the final one."""
         if self.armed is None:
             return
         place = self.place_of[number]
@@ -199,7 +199,7 @@ class TreeBuckets:
                 parameter.grad = None
 
     def send(self) -> None:
-        """Send everything, where `take` was told of no last part."""
+        """Send everything, where `take` was given no last part."""
         for bucket in self.buckets:
             self.exchange.send(bucket.total)
 

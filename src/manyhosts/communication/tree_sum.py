@@ -145,7 +145,7 @@ class TreeSum:
         self.works[stretch] = self.world.start_gather(self._stretch_of(self.result_buffer, stretch), total)
 
     def finish(self) -> None:
-        """Wait until the whole sum is here."""
+        """Wait until the entire sum is here."""
         if self.world.size > 1:
             for work in self.works:
                 self.world.wait(work)

@@ -49,7 +49,7 @@ class World(Collectives):
         timeout_s: float = 600,
         membership: Membership | None = None,
     ) -> None:
-        """Join the group that `place` names. One that joins while others train stands apart until it `enter`s.
+        """Join the group that `place` names. One that joins while others train is apart until it `enter`s.
 
         Raises:
             ConfigError: the backend cannot work here.
@@ -197,7 +197,7 @@ class World(Collectives):
     def _channel_store(self, group: Group | None) -> ChannelStore | None:
         """Where Gloo's workers meet whose agent passes on what they say: the head keeps it. None where that is not so.
 
-        NCCL asks its store from threads of its own for the whole run, which must not wait for Python.
+        NCCL asks its store from threads of its own for the entire run, which must not wait for Python.
         """
         address = os.environ.get(reports.VARIABLE)
         if self.membership is None or self.backend != "gloo" or not address:
@@ -270,7 +270,7 @@ class World(Collectives):
         one.
 
         On a GPU an exchange that is cut off ends without a word, and leaves anything at all. So the host waits, and an
-        abort leaves its mark before it cuts anything off: where there is none behind the wait, all is whole.
+        abort leaves its mark before it cuts anything off: where there is none behind the wait, all is complete.
 
         Raises:
             CommunicationError: the group is broken.
@@ -286,7 +286,7 @@ class World(Collectives):
             )
 
     def drain(self) -> bool:
-        """Whether this worker's device comes to the end of what it was asked for, and all of that is whole.
+        """Whether this worker's device comes to the end of what it was asked for, and all of that is complete.
 
         An exchange to which others do not come is cut off after some seconds.
         """
@@ -349,7 +349,7 @@ class World(Collectives):
                 return
 
     def take_waits(self) -> list[tuple[device.Event, device.Event]]:
-        """The waits of this worker's GPU since the last call: what stands between two events is exposed time."""
+        """The waits of this worker's GPU since the last call: what is between two events is exposed time."""
         waits, self._waits = self._waits, []
         return waits
 

@@ -17,7 +17,7 @@ from typing import Any
 from manyhosts.prove.trace import Line, Trace
 
 _NOISE = 1e-5
-"""A gradient with less than this share of the whole one's norm is noise in float32: that of a bias before BatchNorm."""
+"""A gradient with less than this share of the full one's norm is noise in float32: that of a bias before BatchNorm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Tolerance:
     growth: float
     """A step may depart by so many times what the one before did."""
     noise: float = 0.0
-    """Weights whose gradient has less than this share of the whole gradient's norm are not looked at."""
+    """Weights whose gradient has less than this share of the full gradient's norm are not looked at."""
     most: float = math.inf
-    """Beyond this, rounding that has grown is not to be told from a fault that has."""
+    """Beyond this, rounding that has grown cannot be distinguished from a fault that has."""
 
 
 FLOAT32 = Tolerance(gradient=1e-4, loss=2e-5, growth=20, noise=_NOISE, most=1e-3)

@@ -61,14 +61,14 @@ class Experimented:
         if len({tuple(line["data"]["digests"]) for line in alike.values()}) == 1:
             return Cause(
                 "unseeded data",
-                "each worker makes other samples: the script draws random numbers for its data that nobody has seeded",
+                "each worker makes other samples: the script draws random numbers for its data that no one has seeded",
                 "call torch.manual_seed(0) (and numpy.random.seed, random.seed) before the data is made",
                 "the same index gives other samples on other workers; with equal seeds it does not",
             )
         if compare_first(trials, ours):
             return Cause(
                 "unseeded data",
-                "every process makes other samples: the script draws its data from a generator that nobody has seeded",
+                "every process makes other samples: the script draws its data from a generator that no one has seeded",
                 "give the generator a seed: numpy.random.default_rng(0), torch.Generator().manual_seed(0)",
                 "two equal trials read other samples under the same index",
             )

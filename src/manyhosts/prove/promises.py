@@ -95,7 +95,7 @@ def resume(trials: Trials) -> Verdict:
     back = trials.run(Setup(workers=count, resumed=True))
     where = f"on {_workers(count)}, undisturbed and after a kill and a resume"
     if back.error is not None and not back.trace.steps:
-        # A run that is refused because its data is another is told of by what makes it another.
+        # A run that is refused because its data is another is reported by what makes it another.
         cause = Experimented(trials, whole).of_data(trials, whole, whole)
         refused = _refused("resume", back, back.error)
         return refused if cause is None else replace(refused, where=f"{refused.where}: {back.error.what}", cause=cause)
@@ -148,7 +148,7 @@ def samples(trials: Trials) -> Verdict:
                     cause=Cause(
                         "samples",
                         f"samples {doubled[:6]} were taken more than once" if doubled else "some were left out",
-                        "leave the choice of samples to mh.Data: give the whole dataset, the same on every worker",
+                        "leave the choice of samples to mh.Data: give the entire dataset, the same on every worker",
                     ),
                 )  # fmt: skip
             before |= set(taken)
@@ -321,7 +321,7 @@ def _with_rows_drawn(trials: Trials, promise: str, one: Setup, other: Setup, dra
     """What is said where two setups are not equal when each sample has random numbers of its own; None: they are.
 
     One value for all samples hides what compares samples by what is drawn for them. It is a fault where all that is
-    drawn has a row for each sample or the same shape in all passes; else rows may be told apart where there are none.
+    drawn has a row for each sample or the same shape in all passes; else rows may seem distinct where there are none.
     """
     pair = [replace(setup, draw_rows=True) for setup in (one, other)]
     ours, theirs = map(trials.run, pair)
@@ -370,7 +370,7 @@ _KEPT = "is kept from one batch to the next"
 
 
 def _holds(promise: str, note: str, *pair: Trial) -> Verdict:
-    """It holds for all steps that both have made; one that broke off early is told of instead.
+    """It holds for all steps that both have made; one that broke off early is reported instead.
 
     What the runs could not try of the loss is not held to be right, though these steps were equal.
     """

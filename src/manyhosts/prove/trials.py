@@ -139,7 +139,7 @@ class Trials:
         return found
 
     def job(self, setup: Setup, place: Path, *, traces: str = "trace", die_after: int | None = None) -> Job:
-        """What `manyhosts run` would be told for this setup."""
+        """The options of `manyhosts run` for this setup."""
         asked = self.asked
         conduct = TrialConfig(
             folder=str(place / traces),

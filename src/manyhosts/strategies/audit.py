@@ -45,7 +45,7 @@ Checksums = Callable[[Mapping[str, Tensor]], Mapping[str, str]]
 
 
 class Digest:
-    """Eight bytes that stand for the bits of some tensors, in the order in which they come."""
+    """Eight bytes that depend on the bits of some tensors, in the order in which they come."""
 
     def __init__(self, checksums: Checksums) -> None:
         self._checksums = checksums
@@ -94,7 +94,7 @@ class WrongBits(TrainingError):
     def __init__(self, what: str, *, where: str = "", fix: str = _LOOK_AT_IT) -> None:
         super().__init__(what, where=where, fix=fix)
         self.guilty: dict[int, str] = {}
-        """What is wrong with each worker, by rank; empty where it cannot be told which one it is."""
+        """What is wrong with each worker, by rank; empty where it is not known which one it is."""
         self.trusted = 0
         """The last step up to which nothing speaks against what they did."""
 
@@ -103,7 +103,7 @@ def find_wrong(reported: Mapping[int, Sequence[int]]) -> set[int] | None:
     """The ranks that computed wrongly, by the digests that each has `told` of the same part, the last ones twice.
 
     Right is what two of them, or one of two, say every time that they compute it, if everybody else changes or has an
-    answer of its own. None: it cannot be told, or the part itself has other bits every time, and nobody is accused.
+    answer of its own. None: that is not known, or the part itself has other bits every time, and no one is accused.
     """
     steady = {rank: digests[0] for rank, digests in reported.items() if len(set(digests)) == 1}
     if not steady:
@@ -216,7 +216,7 @@ class Auditor:
             self.fresh = False
 
     def forget(self) -> None:
-        """The run stands at another step than it did: what was found before counts no more."""
+        """The run is at another step than before: what was found before counts no more."""
         self.agreed, self.fresh = {}, True
 
     @property
@@ -279,7 +279,7 @@ class Auditor:
         found = f"found in step {self.step}; all were equal in step {self.equal_at}"
         if 2 * count <= len(digests):
             everybody = " and ".join(self._who(rank) for rank in range(len(digests)))
-            self._end(f"the weights of {everybody} differ, {found}; it cannot be told whose are right", _THREE)
+            self._end(f"the weights of {everybody} differ, {found}; it is not known whose are right", _THREE)
         self._accuse({rank: f"has other weights than the other workers, {found}" for rank in odd})
 
     def _settle(
@@ -324,7 +324,7 @@ class Auditor:
         return min(self.agreed[self.members[rank].name] for rank in ranks)
 
     def _undecided(self, audit: Audit, reported: Mapping[int, Sequence[int]]) -> tuple[str, str]:
-        """What is said where nobody can be named, and what to do."""
+        """What is said where no one can be named, and what to do."""
         who = " and ".join(self._who(rank) for rank in audit.ranks)
         part = f"part {audit.part} of step {self.step}"
         if all(len(set(digests)) > 1 for digests in reported.values()):
@@ -333,7 +333,7 @@ class Auditor:
                 " machine: something in it draws random numbers of its own, or remembers what it has seen",
                 "take that out of it, or leave audit out",
             )
-        return f"{who} disagree about the gradient of {part}, and it cannot be told which of them is wrong", _THREE
+        return f"{who} disagree about the gradient of {part}, and it is not known which of them is wrong", _THREE
 
     def _end(self, what: str, fix: str) -> NoReturn:
         error = WrongBits(what, where="audit", fix=fix)

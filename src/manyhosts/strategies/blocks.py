@@ -66,7 +66,7 @@ def _kind(module: nn.Module) -> type:
 
 
 def modules_of_layers(model: nn.Module) -> Blocks:
-    """The repeated blocks, and beside them the outermost modules of several layers that hold none of them."""
+    """The repeated blocks, and next to them the outermost modules of several layers that hold none of them."""
     return list(_of_layers("", model, {id(block) for _, block in repeated_blocks(model)}))
 
 
@@ -99,7 +99,7 @@ def _size(module: nn.Module) -> int:
 
 
 def named_blocks(model: nn.Module, patterns: Sequence[str], *, where: str) -> Blocks:
-    """The modules that a pattern fits: a name in the model, in which `*` stands for one part, or a class's name.
+    """The modules that a pattern fits: a name in the model, in which `*` means one part, or a class's name.
 
     Raises:
         ConfigError: a pattern fits none.

@@ -1,4 +1,4 @@
-"""What strategies share whose workers hold parts of a model: norms of gradients that nobody holds, sums of copies."""
+"""What strategies share whose workers hold parts of a model: norms of gradients that no one holds, sums of copies."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class CutModel:
 
     @torch.no_grad()
     def norm(self, model: nn.Module) -> Tensor:
-        """That of the whole gradient. All workers call this: each adds what it gives, and every element counts once."""
+        """The norm of the full gradient. All workers call this: each adds its part, and every element counts once."""
         given = []
         for parameter in model.parameters():
             if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Data parallelism: every worker holds the whole model and computes its part of each global batch."""
+"""Data parallelism: every worker holds the entire model and computes its part of each global batch."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ class DataParallel(WholeModel):
         )
 
     def _settle_on(self, name: str) -> None:
-        """What `auto` stands for from now on."""
+        """What `auto` means from now on."""
         assert self.buckets is not None, "place() comes before a choice"
         self.stopwatch = None
         self.config = replace(self.config, compression=name)

@@ -215,7 +215,7 @@ class OuterSteps(LocalStepping):
                 self.world.broadcast(tensor, farthest)
             if not new and fragment.outer_steps < most:
                 self._mix(fragment)
-                # Where its own exchange broke off, nobody can say what of it arrived, but that little is missing.
+                # Where its own exchange broke off, no one can say what of it arrived, but that little is missing.
                 known = fragment.queued is None or fragment.queued.error is None
                 fragment.residual.copy_(fragment.next_residual if known else torch.zeros_like(fragment.residual))
             fragment.outer_steps, fragment.reached = max(most, 0), int(local_progress[farthest, number, 2])

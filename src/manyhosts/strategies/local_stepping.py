@@ -45,17 +45,17 @@ class Lost:
     """What went with those that are gone."""
 
     who: str = ""
-    """Those of whom nobody is left that stepped with them, in words; empty where there are none."""
+    """Those of whom none is left that stepped with them, in words; empty where there are none."""
     batches: float = 0.0
     """What they had learned from."""
     steps: int = 0
-    """In how many steps; -1 where nobody is left who trained with them."""
+    """In how many steps; -1 where none is left that trained with them."""
 
     def reported(self) -> str:
         """In words; empty where nothing is."""
         if not self.who:
             return ""
-        if self.steps < 0:  # nobody is left who would know
+        if self.steps < 0:  # none is left that would know
             return f"what {self.who} learned alone since the last mean"
         return f"what {self.who} learned alone from {self.batches:.3g} batches in {self.steps} steps"
 

@@ -222,7 +222,7 @@ class LocalGradient:
         """Have the mean over the samples of those that step together, who have `own` of the batch."""
         if isinstance(own, float | int) and own in (0, 1):
             for parameter in self.parameters if own == 0 else ():
-                parameter.grad = None  # a ghost's gradient is none: this worker stands still in this step
+                parameter.grad = None  # a ghost's gradient is none: this worker is still in this step
             return
         for parameter in self.parameters:
             if parameter.grad is not None:

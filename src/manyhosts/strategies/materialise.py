@@ -1,7 +1,7 @@
 """Models that were made on the meta device, without values: given them module by module, the same on every worker.
 
 Each module draws from the run's seed and its place in the model, so what it gets does not depend on which others a
-worker makes, or in which order: a strategy that keeps parts makes one unit at a time and never holds the whole.
+worker makes, or in which order: a strategy that keeps parts makes one unit at a time and never holds all of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def places_of(model: nn.Module) -> Places:
-    """Those of a whole model."""
+    """Those of an uncut model."""
     inits: dict[str, Callable[[nn.Module], None]] = {}
     found = {}
     for number, (name, module) in enumerate(model.named_modules()):
@@ -54,7 +54,7 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
 
     Where a model of `transformers` is around one, by its `_init_weights(module)`, which that library calls itself.
 
-    A tensor that stands in several of them stays one. `places`: of the whole model, by `places_of`. The seed is that of
+    A tensor that is in several of them stays one. `places`: of the entire model, by `places_of`. The seed is that of
     torch's generator, as whoever calls has set it.
 
     Raises:

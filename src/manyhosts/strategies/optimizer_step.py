@@ -1,6 +1,6 @@
 """A step of an optimizer whose parameters are DTensors: what it would get wrong in silence is put right or refused.
 
-PyTorch computes on DTensors what it would on whole tensors, and sends for it what it needs. Three things it does not
+PyTorch computes on DTensors what it would on full tensors, and sends for it what it needs. Three things it does not
 see to: a number that is read while workers hold parts of it (`gradient.norm().item()`) is this worker's part; writing
 into a slice that had to be gathered (`parameter[0].add_`) changes a copy; and random numbers are drawn by each worker
 alone. The optimizers of PyTorch that treat each number alone do none of that, and are left alone.
@@ -76,7 +76,7 @@ def _refusal(what: str) -> ConfigError:
 
 
 class _Whole(TorchDispatchMode):
-    """Within, numbers that are read are those of whole tensors, and what would be lost is refused."""
+    """Within, numbers that are read are those of full tensors, and what would be lost is refused."""
 
     def __init__(self, name: str) -> None:
         """`name`: of the optimizer."""

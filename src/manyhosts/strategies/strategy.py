@@ -2,7 +2,7 @@
 
 The trainer calls, once: `place`; and for each optimizer step: `forward_backward`, `clip_gradients`, `update`. Where the
 workers step alone there is one call more: see `local_updates.LocalUpdates`.
-A strategy is told nothing of schedules, snapshots or logs.
+A strategy knows nothing of schedules, snapshots or logs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Piece:
     """The samples of one forward pass.
 
     A worker that has nothing left to compute while others have (the cut is uneven) is given a *ghost*: a real sample
-    with `weight` 0, so that it takes part in every collective that stands inside the model and changes nothing.
+    with `weight` 0, so that it takes part in every collective that is inside the model and changes nothing.
     """
 
     bring: Callable[[], Any]
@@ -140,7 +140,7 @@ class TellsTime(Protocol):
 
 
 class Steppable(Protocol):
-    """An optimizer, or what stands before one."""
+    """An optimizer, or what wraps one."""
 
     def step(self) -> Any:
         """Change the parameters by one step."""
@@ -152,7 +152,7 @@ Scale = Callable[[Tensor], Tensor]
 
 @runtime_checkable
 class Elastic(Protocol):
-    """A strategy whose workers each hold everything, so that any one of them can tell the others where the run stands.
+    """A strategy whose workers each hold everything, so that any one of them can tell the others where the run is.
 
     Between two steps the world it was made with may have changed; it asks the world again for ranks and sizes.
     """
@@ -262,7 +262,7 @@ class SumsByGroup(Protocol):
 class Strategy(Protocol):
     """One way to spread a step over the workers.
 
-    Those that hold the whole model on each worker build on `WholeModel`, those that cut it on `CutModel`.
+    Those that hold the entire model on each worker build on `WholeModel`, those that cut it on `CutModel`.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Which code stands behind the name of a strategy."""
+"""Which code is behind the name of a strategy."""
 
 from __future__ import annotations
 

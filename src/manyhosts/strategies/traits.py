@@ -1,6 +1,6 @@
 """What the trainer must know of a strategy beside what it can do: one table, with a row for each.
 
-A strategy of a new kind adds its row here and its maker to `table.py`. Nobody asks for the class of one.
+A strategy of a new kind adds its row here and its maker to `table.py`. No one asks for the class of one.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def tail_bytes(model: nn.Module, patterns: Sequence[str] = ()) -> int:
 
 
 def _shared(model: nn.Module, units: Units) -> dict[str, str]:
-    """The units of which a parameter also stands outside, with its name inside."""
+    """The units of which a parameter also is outside, with its name inside."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not is_whole(parameter):

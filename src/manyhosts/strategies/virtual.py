@@ -63,7 +63,7 @@ class VirtualWorkers(WholeModel):
         self.unfrozen: list[str] = []
         """The names of the parameters that are trained now and were not when the model was placed."""
         self.changed: list[str] = []
-        """The buffers that forward passes have changed, until all workers have been told."""
+        """The buffers that forward passes have changed, until all workers know of them."""
         self.groups: list[TreeBuckets] = []
         """Those of each optimizer, where a step has several passes: `gradients` are one of them then, or none."""
         self.agreed_of: defaultdict[int, Agreed] = defaultdict(Agreed)

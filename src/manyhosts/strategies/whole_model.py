@@ -1,4 +1,4 @@
-"""What strategies share whose workers each hold the whole model, and its gradient."""
+"""What strategies share whose workers each hold the entire model, and its gradient."""
 
 from __future__ import annotations
 

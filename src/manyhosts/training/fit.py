@@ -231,7 +231,7 @@ class Fit:
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
         why_not = (
-            "" if self.recovery else why_not_survive(self.parts) or "nobody can continue since a call before this one"
+            "" if self.recovery else why_not_survive(self.parts) or "no one can continue since a call before this one"
         )
         announce(self.loop, self.run_log, self.loaded, why_not_survive=why_not)
 

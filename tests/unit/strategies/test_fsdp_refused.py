@@ -113,7 +113,7 @@ def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_workers_hold
     world, adafactor = World(Place()), torch.optim.Adafactor(nn.Linear(3, 3).parameters())
     check_optimizer(adafactor, world, holds_whole_model=True)
     check_optimizer(torch.optim.AdamW(nn.Linear(3, 3).parameters()), world, holds_whole_model=False)
-    with pytest.raises(ConfigError, match="Adafactor looks at whole rows and columns"):
+    with pytest.raises(ConfigError, match="Adafactor looks at full rows and columns"):
         check_optimizer(adafactor, world, holds_whole_model=False)
 
 

@@ -296,6 +296,6 @@ def test_loss_that_is_not_reduced_is_an_error(tmp_path: Path) -> None:
 def test_loss_of_none_of_several_sets_is_refused_before_the_first_step(tmp_path: Path) -> None:
     several = mh.Data(dataset(), validation={"clean": dataset(), "noisy": dataset()}, batch_size=5)
     made = trainer(tmp_path, data=several, early_stopping=mh.EarlyStopping("loss"))
-    with pytest.raises(ConfigError, match="early stopping watches 'loss', which nobody reports") as found:
+    with pytest.raises(ConfigError, match="early stopping watches 'loss', which no one reports") as found:
         made.fit("1 epoch")
     assert "clean/loss, noisy/loss" in found.value.fix

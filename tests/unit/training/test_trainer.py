@@ -166,7 +166,7 @@ def test_direction_of_best_comes_from_the_metric(tmp_path: Path) -> None:
     ("changed", "words"),
     [
         ({"best": "accurcy"}, "the best model is chosen by 'accurcy', and it is not known whether higher"),
-        ({"best": mh.Best("accurcy", mode="max")}, "the best model is chosen by 'accurcy', which nobody reports"),
+        ({"best": mh.Best("accurcy", mode="max")}, "the best model is chosen by 'accurcy', which no one reports"),
         ({"best": 3}, "best is 3"),
     ],
 )

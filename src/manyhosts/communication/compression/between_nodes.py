@@ -5,7 +5,7 @@ with those that own the same part on the other nodes, compressed. Then the node 
 goes between nodes is sent once for a node and not once for each worker, and is rounded once for a node.
 
 What the compression drops is dropped by the owner of a part, who alone keeps it; of all other values of a worker
-everything has arrived. A compression that must see whole tensors has one worker of the node exchange the whole chunk,
+everything has arrived. A compression that must see full tensors has one worker of the node exchange the entire chunk,
 each in its turn.
 """
 

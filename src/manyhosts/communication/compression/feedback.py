@@ -272,5 +272,5 @@ class Compressor:
 
 
 def _number(scale: Tensor | None) -> Any:
-    """`scale`, shape (), or what stands for 1."""
+    """`scale`, shape (), or None for 1."""
     return 1.0 if scale is None else scale

@@ -33,7 +33,7 @@ class PowerSGD:
         """Of each tensor by its key, what its Q was in the step before; shape (columns, rank), equal on all workers."""
 
     def worth_it(self, shape: torch.Size) -> bool:
-        """Whether two thin matrices are smaller than the one that `shape` stands for."""
+        """Whether two thin matrices are smaller than one of `shape`."""
         return len(shape) >= 2 and self.rank * (shape[0] + shape[1:].numel()) < shape.numel()
 
     def __call__(self, chunk: Chunk, link: Link) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which code stands behind the name of a compression."""
+"""Which code is behind the name of a compression."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RemoveNondeterminism:
         self.drawn: set[str] = set()
         """The shapes that were drawn in each forward pass of this step."""
         self.ends: set[str] = set()
-        """Where NumPy's and Python's generators stood after the forward passes of this step."""
+        """Where NumPy's and Python's generators were after the forward passes of this step."""
         self.norms: list[nn.Module] = []
         self.model: nn.Module | None = None
 

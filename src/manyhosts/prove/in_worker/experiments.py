@@ -39,7 +39,7 @@ class Experiments:
         self.samples: list[Any] = []
         self.data: dict[str, Any] = {}
         self.collate_draws = False
-        """Whether `collate` draws random numbers, so that two halves of a batch are not what the whole is."""
+        """Whether `collate` draws random numbers, so that two halves of a batch are not what all of it is."""
         self.epoch = state.position.epoch
         if self.fetcher is not None:
             indices = parts.source.order.at(state.position).tolist()

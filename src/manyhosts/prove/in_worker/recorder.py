@@ -157,7 +157,7 @@ class Recorder(Watcher):
         return [tensor for group in groups for tensor in group["params"] if id(tensor) not in inside]
 
     def _digests(self) -> dict[str, str]:
-        """The hash of each parameter and buffer as it stands before a step."""
+        """The hash of each parameter and buffer as it is before a step."""
         everything = {**self._weights(), **dict(self.parts.trained.named_buffers())}
         return {name: facts[0] for name, facts in facts_of_all(everything).items()}
 

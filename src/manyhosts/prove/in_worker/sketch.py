@@ -27,7 +27,7 @@ Facts = list[Any]
 def facts_of(tensor: Tensor) -> Facts:
     """Hash, norm and sketch of one tensor, whatever its type and device.
 
-    Of a DTensor those of the whole: all workers that hold parts of it call this together.
+    Of a DTensor those of the full tensor: all workers that hold parts of it call this together.
     """
     value = tensor.detach()
     if isinstance(value, DTensor):
@@ -74,7 +74,7 @@ def digest_of_sample(leaves: Iterable[Any]) -> str:
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """What stands at the ends of lists, tuples and mappings."""
+    """What is at the ends of lists, tuples and mappings."""
     if isinstance(batch, Mapping):
         return [leaf for value in batch.values() for leaf in leaves_of(value)]
     if isinstance(batch, list | tuple):

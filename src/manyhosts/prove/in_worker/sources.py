@@ -100,7 +100,7 @@ def _state(thing: Any) -> str | None:
 
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What `thing` holds, each with its name; `{}` in it stands for that of `thing`."""
+    """What `thing` holds, each with its name; `{}` in it means that of `thing`."""
     if isinstance(thing, types.FunctionType):
         yield from ((f"{{}}: {name}", value) for name, value in _used_by(thing))
         return
@@ -137,7 +137,7 @@ def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The names from outside that a function uses, with what they stand for."""
+    """The names from outside that a function uses, with what they are."""
     for name in function.__code__.co_names:
         if name in function.__globals__ and not isinstance(function.__globals__[name], types.ModuleType):
             yield name, function.__globals__[name]

@@ -69,6 +69,6 @@ class Writer:
 
 
 def _has_snapshot() -> bool:
-    """Whether there is a whole one; what is being written has a dot in its name."""
+    """Whether there is a complete one; what is being written has a dot in its name."""
     found = (Path(os.environ[RUN_DIR]) / "snapshots").glob("step-*/manifest.json")
     return any("." not in manifest.parent.name for manifest in found)

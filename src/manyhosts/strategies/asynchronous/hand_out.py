@@ -58,7 +58,7 @@ class HandOut:
         return self.bound is None or self._ahead(worker) <= self.bound
 
     def fail(self, error: BaseException) -> None:
-        """Let nobody wait any more."""
+        """Let no one wait any more."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -2,7 +2,7 @@
 
 Two that update a number at once may lose the update of one, and a forward pass may see some parameters before an update
 and some behind it. The model is shared within a step alone: between two steps each worker has its own, equal to the
-others', so that nobody who evaluates sees what another changes.
+others', so that no one who evaluates sees what another changes.
 
 Source: Niu, Recht, Ré and Wright 2011, arXiv:1106.5730.
 """
@@ -27,7 +27,7 @@ from manyhosts.strategies.asynchronous.served import Served, twin
 from manyhosts.strategies.asynchronous.whole_between_steps import put
 from manyhosts.strategies.traits import TRAITS
 
-_IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that nobody guesses, and gone once all have it
+_IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, and gone once all have it
 
 
 class SharedMemory(ByMicroBatch):

@@ -180,7 +180,7 @@ def _numbers(gradient: Tensor) -> Tensor:
 
 
 class Asynchronous(Servers, ByMicroBatch):
-    """Each micro-batch is an update of its own: whoever is free takes the next, and waits for nobody but by a bound."""
+    """Each micro-batch is an update of its own: a free worker takes the next, and waits for others only by a bound."""
 
     def begin(self) -> tuple[Served, int | None, Sequence[int]]:
         """Serve what this worker keeps, and compute in memory of its own."""

@@ -1,7 +1,7 @@
 """A pipeline that is emptied at the end of a step alone: within it each stage makes many updates, as gradients come.
 
 A step of the trainer is where all stages meet: its batch passes through as micro-batches, in the order 1f1b, and after
-each `accumulate` of them a stage updates its own weights and asks nobody. Which weights a pass finds follows from that
+each `accumulate` of them a stage updates its own weights and asks no one. Which weights a pass finds follows from that
 order and from no clock, so two runs have the same bits. With two versions it does not depend on the stages, either.
 
 A pass that needs an older version than the newest computes with parameters of its own, which have the memory of that
@@ -154,7 +154,7 @@ class PipeDreamed(Pipelined):
     stage_kind = VersionedStage
 
     def __init__(self, config: PipeDream, world: World) -> None:
-        """A strategy for any number of workers; one is a stage that has the whole model.
+        """A strategy for any number of workers; one is a stage that has the entire model.
 
         Raises:
             ConfigError: they are too many for the versions that are kept, or compute on GPUs.

@@ -62,7 +62,7 @@ class RequestHandler:
                 thread.start()
 
     def close(self) -> None:
-        """Return when nobody asks any more.
+        """Return when no one asks any more.
 
         Raises:
             BaseException: what an answer ended with.

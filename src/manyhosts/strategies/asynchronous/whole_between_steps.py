@@ -175,7 +175,7 @@ def put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def check_groups(before: Optimizer, after: Optimizer) -> None:
-    """See that an optimizer keeps nothing in its groups, from which nobody would take it.
+    """See that an optimizer keeps nothing in its groups, from which no one would take it.
 
     Raises:
         TrainingError: it does.

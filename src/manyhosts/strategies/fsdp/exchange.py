@@ -1,7 +1,7 @@
 """What FSDP2 sends, through our world: counted, waited for as all else is, and ended when the workers are gone.
 
 PyTorch asks these two objects in place of its own calls. On Gloo a sum of parts is made by an exchange of rows, which
-each owner adds up in the order of the ranks: Gloo's own sums the whole on every worker, twice the bytes. So are sums in
+each owner adds up in the order of the ranks: Gloo's own sums all on every worker, twice the bytes. So are sums in
 bf16 made on every device.
 """
 
@@ -37,8 +37,8 @@ _BITS = 24
 class StepDigest:
     """What this worker has gathered, computed and summed in a step, unit by unit: all must do alike.
 
-    A worker that leaves out a unit would take another unit's parts for it, and at the end wait for what nobody sends.
-    So between CPUs a few bytes go before each exchange, and nobody waits for an exchange before they are compared.
+    A worker that leaves out a unit would take another unit's parts for it, and at the end wait for what no one sends.
+    So between CPUs a few bytes go before each exchange, and no one waits for an exchange before they are compared.
     """
 
     def __init__(self, members: Collectives) -> None:
@@ -70,7 +70,7 @@ class StepDigest:
             self._reported.append((reported, self.members.start_all_reduce(reported)))
 
     def compare(self) -> None:
-        """See that all workers have announced the same, also what nobody has waited for."""
+        """See that all workers have announced the same, also what no one has waited for."""
         while self._reported:
             reported, work = self._reported.popleft()
             self.members.wait(work, confirmed=False)

@@ -77,7 +77,7 @@ def place_root(
         unit.register_forward_hook(noted(given.compare), with_kwargs=True)  # all before those of PyTorch
         unit.register_forward_hook(noted(partial(written.compare, name)))
         unit.register_forward_hook(_own_memory)
-        # The root is whole through all of the forward and all of the backward pass: nothing is gained in between.
+        # The root is complete through all of the forward and all of the backward pass: nothing is gained in between.
         keeps = config.zero < 3 or unit is root
         fully_shard(
             unit,

@@ -22,7 +22,7 @@ from manyhosts.strategies.units import is_whole
 
 
 def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSDP) -> None:
-    """See that each parameter of `root` can be cut, with those beside it in its unit.
+    """See that each parameter of `root` can be cut, with those next to it in its unit.
 
     Raises:
         ConfigError: one cannot; or it carries what would be lost with the tensor that takes its place.
@@ -77,7 +77,7 @@ def _check_gathered(root: nn.Module, config: FSDP) -> None:
 
 
 class Replaced:
-    """The tensors in whose place a model now has parts. Who kept one elsewhere trains something that nobody keeps."""
+    """The tensors in whose place a model now has parts. Who kept one elsewhere trains something that no one keeps."""
 
     def __init__(self, model: nn.Module) -> None:
         """`model`: before it is cut."""
@@ -128,7 +128,7 @@ class Given:
         if len(now) != len(before) or any(one is not other for one, other in zip(before, now, strict=True)):
             raise ConfigError(
                 f"{self.name} writes into a list, a dict or a dataclass that it is given, of which it sees a "
-                "copy: nobody would see what it has written",
+                "copy: no one would see what it has written",
                 where="strategy='fsdp'",
                 fix="let forward return what it has computed, and put it there outside",
             )

@@ -190,7 +190,7 @@ class FullySharded(CutModel):
     def _sum_copies(self) -> None:
         """Sum each part over those who hold it.
 
-        What has no gradient is sent as zeros: copies that have used other units are told so with the loss, and until
+        What has no gradient is sent as zeros: copies that have used other units learn so with the loss, and until
         then each of their messages must be as long as the others'.
         """
         copies = self.mesh.along("replicate")

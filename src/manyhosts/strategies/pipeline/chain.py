@@ -58,7 +58,7 @@ def find_chain(model: nn.Module) -> Chain:
     kind = type(model).__name__
     has = "several nn.ModuleLists" if trunks else "no nn.ModuleList"
     raise ConfigError(
-        f"the model is a {kind}, which is no nn.Sequential and has {has} of its own, so nobody knows its blocks",
+        f"the model is a {kind}, which is no nn.Sequential and has {has} of its own, so its blocks are not known",
         where="strategy='pipeline'",
         fix="write it as nn.Sequential(first, block, …, last), each of which takes what the one before it gives; or "
         "with one nn.ModuleList whose blocks are called so in turn; or choose another strategy",

@@ -33,7 +33,7 @@ class Pass:
     given: Sequence[Tensor | None]
     """Their gradients."""
     starts: Sequence[Tensor]
-    """The leaves that stand for what the stage was given."""
+    """The leaves made of what the stage was given."""
     gradients: list[Tensor | None]
     """Where the pass leaves the gradients of what the stage was given."""
     apart: Sequence[Tensor]
@@ -45,7 +45,7 @@ class Halves:
     """The backward passes of one stage."""
 
     is_sound: bool | None = None
-    """Whether halves give the bits of the whole; None as long as none was tried."""
+    """Whether halves give the bits of one piece; None as long as none was tried."""
     left: dict[int, tuple[dict[Node, Sequence[Tensor | None]], _Later]] = field(default_factory=dict)
     """By micro-batch: the gradients that functions were given in the first half, and their weights."""
 

@@ -168,7 +168,7 @@ def prove(
                     + (str(cause).splitlines() or [type(cause).__name__])[0]
                 ) from cause
     if not _equal(wanted, value):
-        raise _not_alike("stages do not compute what the whole model computes")
+        raise _not_alike("stages do not compute what the entire model computes")
 
 
 def _not_alike(what: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """What stages send each other: nested values of tensors of any shape, without pickle, and laid out as they were.
 
 A message is two tensors of bytes: its length, and what is in it. A tensor arrives with the strides that it had, since
-the kernel that multiplies it may follow from them, and so its last bits. What stands in several places of a value
+the kernel that multiplies it may follow from them, and so its last bits. What is in several places of a value
 arrives as one tensor.
 """
 
@@ -182,7 +182,7 @@ class Channel:
             self._under_way.append((work, message))
 
     def receive(self, stage: int, tag: int) -> tuple[Any, dict[str, Any]]:
-        """The next value of a stage, with the plain values beside it."""
+        """The next value of a stage, with the plain values."""
         rank, tag = self.ranks[stage], self._tag(tag, stage, self.own)
         if rank == self.world.rank:
             length, body = self.inbox[tag].popleft()

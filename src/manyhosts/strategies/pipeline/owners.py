@@ -30,7 +30,7 @@ class Tied:
     places: list[tuple[nn.Module, str]]
     """Where it is in the model."""
     kept: nn.Parameter
-    """What stands there between passes: without values, where no stage of this worker owns it."""
+    """What is there between passes: without values, where no stage of this worker owns it."""
 
 
 def uses_by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, list[int]]:
@@ -44,7 +44,7 @@ def uses_by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, l
 
 
 def stages_of(uses: Uses, cuts: Sequence[int]) -> dict[str, list[int]]:
-    """The stages that use each tensor, in order; the first, where nobody is known to."""
+    """The stages that use each tensor, in order; the first, where none is known to."""
     stage_of = [stage for stage in range(len(cuts) - 1) for _ in range(cuts[stage], cuts[stage + 1])]
     return {name: sorted({stage_of[block] for block in blocks}) or [0] for name, blocks in uses.items()}
 

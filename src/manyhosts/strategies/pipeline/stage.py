@@ -55,7 +55,7 @@ class _Held:
     outputs: list[Tensor]
     """Those that have a gradient; of the last stage the loss alone."""
     starts: list[Tensor] = field(default_factory=list)
-    """The leaves in whose place what was received stands, where it has a gradient."""
+    """The leaves in whose place what was received is, where it has a gradient."""
     gradients: list[Tensor | None] = field(default_factory=list)
     """Of what was received and has one, once the backward pass has found it."""
 
@@ -115,7 +115,7 @@ class Stage:
     # One micro-batch.
 
     def forward(self, number: int, inputs: Any) -> Any:
-        """What the blocks of this stage give, of micro-batch `number`; the last one alone sends it to nobody.
+        """What the blocks of this stage give, of micro-batch `number`; the last one alone sends it to no one.
 
         `inputs`: what the model is called with.
 
@@ -238,7 +238,7 @@ def evaluate(stages: Sequence[Stage], inputs: Any) -> Any:
 
 
 def _drawn_since(seeded: randomness.States) -> list[Any] | None:
-    """The generators of now, as a message has them; None where nobody has drawn a number."""
+    """The generators of now, as a message has them; None where no one has drawn a number."""
     if not randomness.drawn_since(seeded):
         return None
     torch_state, numpy_state, python_state = randomness.states()

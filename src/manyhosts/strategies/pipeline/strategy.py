@@ -67,7 +67,7 @@ class Pipelined(ComputedTogether):
         self.theory: list[float] = []
         """The bubble of each step, in theory, beginning with the first."""
         self.draws: bool | None = None
-        """Whether the optimizer draws random numbers; None as long as nobody has seen it step."""
+        """Whether the optimizer draws random numbers; None as long as no one has seen it step."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Keep the tensors of this worker's blocks, equal to the leader's, and the shapes of all others.
@@ -299,7 +299,7 @@ class Pipelined(ComputedTogether):
 
     @torch.no_grad()
     def norm(self, model: nn.Module) -> Tensor:
-        """That of the whole gradient, from the norms of its tensors in the order of one process."""
+        """That of the full gradient, from the norms of its tensors in the order of one process."""
         norms = self._norms(model)
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
@@ -353,7 +353,7 @@ class Pipelined(ComputedTogether):
 
 
 def _check_called(model: nn.Module) -> None:
-    """See that nothing hangs on a call of the whole model, which stages never make.
+    """See that nothing hangs on a call of the entire model, which stages never make.
 
     Raises:
         ConfigError: hooks do.

@@ -17,7 +17,7 @@ from manyhosts.strategies.tensor.plan import Plan
 
 
 def cut(model: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh) -> None:
-    """Keep this worker's part of what `plan` cuts, in place. A tensor that stands in several layers stays one."""
+    """Keep this worker's part of what `plan` cuts, in place. A tensor that is in several layers stays one."""
     made: dict[int, tuple[Tensor, nn.Parameter]] = {}
     forwards: dict[str, Callable[..., Any]] = {
         "column": partial(_column, is_gathered=False),
@@ -101,7 +101,7 @@ def _vocabulary(module: nn.Embedding, exchange: Exchange, input: Tensor) -> Tens
 
 
 def _dropout(module: nn.Dropout, exchange: Exchange, shape: tuple[int, ...], dims: list[int], input: Tensor) -> Tensor:
-    """Draw for the whole tensor, as one process does, and take this worker's part of the mask.
+    """Draw for the full tensor, as one process does, and take this worker's part of the mask.
 
     `shape`: of the input in the look, of which a trial sees a part and so learns in `dims` which dim is cut.
     """

@@ -1,9 +1,9 @@
-"""A look at a forward pass of the whole model: which layers can be cut, and between which nothing must be put together.
+"""A look at a forward pass of the entire model: which layers can be cut, and between which no outputs are gathered.
 
 Two sets of layers belong together where each part of what the second one takes depends on the same part of what the
 first ones give and on no other. Autograd says so: of the gradient of one part, the others are zero.
 
-Before anything is cut there is a trial on some samples, compared with the whole model, outputs and gradients and
+Before anything is cut there is a trial on some samples, compared with the entire model, outputs and gradients and
 evaluation. The gradients are those of a sum of all outputs, each weighted by another number: whatever loss is computed
 of the outputs then has the right ones, too.
 """
@@ -91,7 +91,7 @@ class _Look(Uses):
 
 
 def look(model: nn.Module, inputs: Any, workers: int) -> tuple[Plan, tuple[Group, ...]]:
-    """What can be cut layer by layer, and which groups may be used beside it; `model` is a copy that may be changed."""
+    """What can be cut layer by layer, and which groups may be used with it; `model` is a copy that may be changed."""
     seen = _Look(model)
     for each in model.parameters():
         each.requires_grad_(each.is_floating_point())
@@ -125,7 +125,7 @@ def _called_in_evaluation(model: nn.Module, layers: Mapping[str, nn.Module], inp
 
 
 def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) -> Plan:
-    """Each layer that was called, has a part for each worker, and whose tensors nobody else uses."""
+    """Each layer that was called, has a part for each worker, and whose tensors no one else uses."""
     called = dict.fromkeys(call.name for call in seen.calls)
     ways: dict[str, str] = {}
     at: dict[int, set[int]] = {}
@@ -141,7 +141,7 @@ def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) ->
         total = module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features
         if not names & direct and has_parts(int(total), workers):  # type: ignore[arg-type]
             ways[name] = "vocabulary" if isinstance(module, nn.Embedding) else "gathered"
-    while True:  # a tensor that stands in several modules is cut where all of them are
+    while True:  # a tensor that is in several modules is cut where all of them are
         cut = {id(model.get_submodule(name)) for name in ways}
         held = {name: [at[id(each)] for each in model.get_submodule(name).parameters()] for name in ways}
         apart = [name for name, holders in held.items() if not all(each <= cut for each in holders)]
@@ -269,7 +269,7 @@ def passes(model: nn.Module, inputs: Any) -> Passes:
 
 
 def _take(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Keep the gradient of `parameter`, which is computed, in at most 32 bits: a model of 64 has none beside it."""
+    """Keep the gradient of `parameter`, which is computed, in at most 32 bits: a model of 64 has no room for more."""
     found = parameter.grad
     assert found is not None, "it was just accumulated"
     gradients[name] = found.float() if found.dtype == torch.float64 else found
@@ -305,7 +305,7 @@ def whole_passes(model: nn.Module, inputs: Any) -> tuple[Passes, Any, bool]:
 def tried(
     trial: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh, inputs: Any, wanted: Passes, *, is_double: bool
 ) -> str:
-    """What is wrong with `plan` for `trial`, a copy; empty where it gives what the whole model does, or all but this
+    """What is wrong with `plan` for `trial`, a copy; empty where it gives what the entire model does, or all but this
     worker has found that."""
     exchange.is_trial = True
     try:
@@ -332,10 +332,10 @@ def _difference(wanted: Passes, found: Passes, exchange: Exchange) -> str:
         ("evaluation", wanted.evaluated, found.evaluated),
     ):
         if [each.shape for each in one] != [each.shape for each in other]:
-            return f"its {what} have other shapes than those of the whole model"
+            return f"its {what} have other shapes than those of the entire model"
         for mine, theirs in zip(one, other, strict=True):
             if (away := _away(mine, theirs, mine.norm().item())) > 1:
-                return f"its {what} are {away * _tolerance(mine):.1e} away from those of the whole model"
+                return f"its {what} are {away * _tolerance(mine):.1e} away from those of the entire model"
     if wanted.gradients.keys() != found.gradients.keys():
         name = next(iter(wanted.gradients.keys() ^ found.gradients.keys()))
         return f"{name} has a gradient in one of them alone"
@@ -347,7 +347,7 @@ def _difference(wanted: Passes, found: Passes, exchange: Exchange) -> str:
             assert isinstance(place, Shard), "a part"
             own = whole.narrow(place.dim, *exchange.bounds(whole.shape[place.dim]))
         if (away := _away(own, here, whole.norm().item() + 1e-2 * largest)) > 1:
-            return f"the gradient of {name} is {away * _tolerance(own):.1e} away from that of the whole model"
+            return f"the gradient of {name} is {away * _tolerance(own):.1e} away from that of the entire model"
     return ""
 
 

@@ -45,7 +45,7 @@ class Plan:
     groups: tuple[Group, ...] = ()
 
     def with_groups(self, groups: tuple[Group, ...]) -> Plan:
-        """The same with these beside it."""
+        """The same with these added."""
         columns = {name: "column" for group in groups for name in group.columns}
         rows = {group.row: "row" for group in groups}
         return replace(self, ways={**self.ways, **columns, **rows}, groups=(*self.groups, *groups))

@@ -1,7 +1,7 @@
 """Tensor parallelism: the workers of a copy compute the same samples, and each its part of the large layers.
 
 What is not cut is computed by all of them alike. A layer is cut only where a trial has shown, before the first step and
-on a batch of the training set, that outputs, gradients and evaluation are those of the whole model.
+on a batch of the training set, that outputs, gradients and evaluation are those of the entire model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADS = (
     "n_kv_heads",
 )
 _FEATURES = ("embed_dim", "d_model", "hidden_size", "all_head_size", "n_embd", "width", "dim", "inner_dim")
-"""Attributes by which modules shape what stands between their layers; whether they do, a trial shows."""
+"""Attributes by which modules shape what is between their layers; whether they do, a trial shows."""
 
 
 class TensorParallel(ComputedTogether):
@@ -65,7 +65,7 @@ class TensorParallel(ComputedTogether):
         """Keep this worker's part of the layers that are cut, equal to the leader's, and all of the rest.
 
         Raises:
-            ConfigError: nothing can be cut, a trial of the plan does not give what the whole model does, or there is
+            ConfigError: nothing can be cut, a trial of the plan does not give what the entire model does, or there is
                 no batch to try it on.
         """
         whole = next(model.children()) if getattr(model, "is_never_called", False) else model
@@ -77,7 +77,7 @@ class TensorParallel(ComputedTogether):
         if self.sample is None:
             raise _refusal(
                 "the training set is a stream, so no batch can be had before training begins, on which to see that a "
-                "cut model computes what the whole one does",
+                "cut model computes what the uncut one does",
                 fix="give a map-style dataset, or choose another strategy",
             )
         with randomness.undisturbed():
@@ -123,7 +123,7 @@ class TensorParallel(ComputedTogether):
         """The model's own plan, or layer by layer, with each kind of group that a trial shows to be right.
 
         Raises:
-            ConfigError: the layers alone do not give what the whole model does.
+            ConfigError: the layers alone do not give what the entire model does.
         """
         if (own := models_plan(model, plan)) is not None:
             asked = tuple(each for each in groups if _is_asked(each, own))
@@ -142,7 +142,7 @@ class TensorParallel(ComputedTogether):
         """The user's plan.
 
         Raises:
-            ConfigError: it does not give what the whole model does.
+            ConfigError: it does not give what the entire model does.
         """
         wrong = ""
         for each in _variants(groups, model, self.size):

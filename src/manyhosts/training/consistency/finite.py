@@ -1,4 +1,4 @@
-"""Whether all weights of a model are finite: looked at before they are kept, because nobody continues from others."""
+"""Whether all weights of a model are finite: looked at before they are kept, because no one continues from others."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def compare_streams(world: World, step: Step) -> None:
 
 
 class FirstSteps:
-    """Looks at gradients and weights until it is known that they are alive; what is wrong is told in `world.notes`."""
+    """Looks at gradients and weights until they are known to be alive; what is wrong is reported in `world.notes`."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

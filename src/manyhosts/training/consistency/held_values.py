@@ -1,6 +1,6 @@
 """What a model, a loss, a step or a dataset holds in plain Python: counters, lists, dicts, deques.
 
-Nobody sums it over the workers and no snapshot has it, so looks and the first steps see whether it changes, and a look
+No one sums it over the workers and no snapshot has it, so looks and the first steps see whether it changes, and a look
 puts it back. Of a function it is what its code names: its closure, globals, and those of functions that it calls.
 """
 

@@ -92,7 +92,7 @@ def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: st
 
 
 def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """What must have equal bits. Workers that step alone count their own batches: whole numbers are not averaged."""
+    """What must have equal bits. Workers that step alone count their own batches: integers are not averaged."""
     held = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
     if not strategy.traits.synchronous:
         return {name: each for name, each in held.items() if each.is_floating_point() or each.is_complex()}

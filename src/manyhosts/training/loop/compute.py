@@ -185,7 +185,7 @@ def one_number(loss: Tensor, *, where: str) -> Tensor:
         raise ConfigError(
             f"the loss is a {type(loss).__name__}, but must be a tensor of one number: the mean over the samples",
             where=where,
-            fix="return the loss alone; values to log beside it are returned by mh.Trainer(step=…), as "
+            fix="return the loss alone; values to log next to it are returned by mh.Trainer(step=…), as "
             '{"loss": loss, "name": value, …}',
         )
     if loss.dim():

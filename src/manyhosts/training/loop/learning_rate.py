@@ -40,7 +40,7 @@ def warmup_steps(warmup: str | None, steps_per_epoch: int | None) -> int:
         return duration.steps
     if steps_per_epoch is None:
         raise ConfigError(
-            f"warmup is {warmup!r}, but nobody knows how many steps an epoch of a stream has",
+            f"warmup is {warmup!r}, but it is not known how many steps an epoch of a stream has",
             where="warmup",
             fix='give it in steps, such as warmup="500 steps"',
         )
@@ -126,7 +126,7 @@ class Schedule:
             raise ConfigError(
                 f"the schedule goes no further: {cause}",
                 where="mh.Trainer(schedule=…)",
-                fix="make it as long as the whole run is to be, counted from the first step",
+                fix="make it as long as the entire run is to be, counted from the first step",
             ) from cause
         self._began = True
 

@@ -222,7 +222,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             raise ConfigError(
                 "the training set is a stream that is read in shards, so no other worker has the samples of a part",
                 where="audit",
-                fix="leave audit out, or the dataset's shard(index, count): then every worker reads the whole stream",
+                fix="leave audit out, or the dataset's shard(index, count): then every worker reads the entire stream",
             )
         if settings.balance == "speed":
             _check_may_move(data.train, settings)
@@ -267,9 +267,9 @@ def _check_may_move(dataset: Any, settings: Settings) -> None:
     """
     if hasattr(dataset, "shard"):
         raise ConfigError(
-            "the training set is a stream that is read in shards, and a shard stays with its worker for a whole epoch",
+            "the training set is a stream that is read in shards, and a shard stays with its worker for an epoch",
             where="balance",
-            fix="leave balance out, or the dataset's shard(index, count): then every worker reads the whole stream",
+            fix="leave balance out, or the dataset's shard(index, count): then every worker reads the entire stream",
         )
     if settings.loader_workers:
         raise ConfigError(

@@ -22,7 +22,7 @@ class SetDraws(TorchDispatchMode):
     """Within, torch's operators that draw give `value` (from 0 to 1) where they would give a random number."""
 
     def __init__(self, value: float, sizes: Collection[int], own: Iterable[Tensor] | None = None) -> None:
-        """`sizes`: of the batches. A whole number below one of these could choose a sample: that is not set.
+        """`sizes`: of the batches. An integer below one of these could choose a sample: that is not set.
 
         `own`: the tensors that may be written into, beside those that are made within; None: all.
         """
@@ -32,7 +32,7 @@ class SetDraws(TorchDispatchMode):
         self.left = ""
         """The first operator that has drawn what could not be set; empty while there is none."""
         self.ends: Any = None
-        """Where NumPy's and Python's generators stood after the whole batch."""
+        """Where NumPy's and Python's generators were after the entire batch."""
         self.rounds = False
         """Whether something was computed in 16 bits."""
 
@@ -134,8 +134,8 @@ MADE: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
     "randperm": lambda given, value: torch.arange(given["n"]).flip(0),
     # With replacement the likeliest each time, without it the likeliest ones.
     "multinomial": lambda given, _: given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices,
-    # Distributions whose mean stands for a draw; the first one is behind Beta, too.
+    # Distributions whose mean replaces a draw; the first one is behind Beta, too.
     "_sample_dirichlet": lambda given, value: given["self"] / given["self"].sum(-1, keepdim=True),
     **dict.fromkeys(("_standard_gamma", "poisson"), lambda given, value: given["self"]),
 }
-"""By the name of each operator: what stands for its draws, of its arguments and the value that is set."""
+"""By the name of each operator: what replaces its draws, of its arguments and the value that is set."""

@@ -177,7 +177,7 @@ class Weighing:
         self.must_look = self.classes is not None and all_count is None
         """Whether only batches show if targets are left out."""
         self.checks = False
-        """Whether pieces that count by their samples are held against those of the first step, where a batch is cut."""
+        """Whether pieces that count by their samples are compared with the first step, where a batch is cut."""
         self.guard: Callable[[Any], bool] | None = None
         """Where no target was left out so far: whether one is in a batch."""
         self.rows: int | None = None

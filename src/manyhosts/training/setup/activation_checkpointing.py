@@ -94,7 +94,7 @@ def uncalled(model: nn.Module) -> list[str]:
 
 
 def _check(name: str, block: nn.Module) -> None:
-    """Raise ConfigError where the class of `block` cannot stand for what it computes."""
+    """Raise ConfigError where the class of `block` does not say what it computes."""
     if isinstance(block, torch.jit.ScriptModule):
         what = "is TorchScript"
     elif "forward" in vars(block):

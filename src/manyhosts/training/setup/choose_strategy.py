@@ -181,7 +181,7 @@ def choose(given: Given) -> Choice:
         raise fit.none_fits(found, left, rank=rank, would_do=would_do, now=world.size)
     if chosen is not found[0] and chosen.on_cpu:
         give_back_at_once()
-    room = f"{bytes_in_words(left)}, what rank {rank} can have" if left < _MOST else "nobody says how much that is"
+    room = f"{bytes_in_words(left)}, what rank {rank} can have" if left < _MOST else "no one says how much that is"
     table = fit.table((each.name, each.memory) for each in found)
     words = f"strategy='auto' is {chosen.name}: the first of these that fits into the memory of each worker ({room})"
     world.notes += ["\n  ".join([words, *table]), *sizes.notes]
@@ -235,7 +235,7 @@ def largest_batch(data: Data, settings: Settings, workers: int) -> Any:
         Unknown: it cannot be had yet.
     """
     if data.train is None or isinstance(data.train, IterableDataset) or not isinstance(data.train, Sized):
-        raise Unknown("the training set is a stream, of which nobody knows a batch before it is read")
+        raise Unknown("the training set is a stream, of which no batch is known before it is read")
     parts = settings.virtual_workers or workers
     own = settings.batch_size_per_worker or math.ceil((settings.batch_size or 1) / parts)
     samples = min(own, settings.micro_batch_size or own, len(data.train))

@@ -194,7 +194,7 @@ def make_whole(model: nn.Module, data: Data, forward: Forward, *, seed: int) -> 
     model.train(training)
     if is_lazy(model):
         raise ConfigError(
-            "the model has lazy layers that its forward pass does not use, so that nobody knows their shapes",
+            "the model has lazy layers that its forward pass does not use, so that their shapes are not known",
             where="mh.Trainer(model=…)",
             fix="give these layers their shapes, or take them out",
         )
@@ -216,7 +216,7 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_inference():
             raise ConfigError(
-                f"{name} was made within torch.inference_mode(), and nobody can see what a forward pass writes "
+                f"{name} was made within torch.inference_mode(), and no one can see what a forward pass writes "
                 "into such a tensor",
                 where="mh.Trainer(model=…)",
                 fix="make it under torch.no_grad(), or give a clone() of it",
@@ -267,7 +267,7 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bo
     kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_WHOLE_MATRICES), None)
     if kind is not None and not holds_whole_model:
         raise ConfigError(
-            f"{kind} looks at whole rows and columns of each matrix, of which a worker holds a part here",
+            f"{kind} looks at full rows and columns of each matrix, of which a worker holds a part here",
             where="mh.Trainer(optimizer=…, strategy=…)",
             fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
         )

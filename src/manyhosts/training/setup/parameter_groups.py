@@ -80,7 +80,7 @@ def groups(params: Sequence[nn.Parameter], options: Mapping[str, Mapping[str, An
         if not any(_fits(name, key, params) for name in params.names):
             tops = dict.fromkeys(name.partition(".")[0] for name in params.names)
             raise ConfigError(
-                f"no parameter is called {key!r}, or stands below it",
+                f"no parameter is called {key!r}, or is below it",
                 where=f"mh.groups(params, {{{key!r}: …}})",
                 fix=f"known: {', '.join((*tops, *_KINDS))}, and what is below",
             )

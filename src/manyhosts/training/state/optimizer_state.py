@@ -190,9 +190,9 @@ class InitialOptimizer:
                     schedule.step()
         except ValueError as cause:
             raise ConfigError(
-                f"the schedule does not reach to step {done}, where the run stands: {cause}",
+                f"the schedule does not reach to step {done}, where the run is: {cause}",
                 where="schedule",
-                fix="make it as long as the whole run is to be, counted from the first step",
+                fix="make it as long as the entire run is to be, counted from the first step",
             ) from cause
 
 

@@ -5,7 +5,7 @@ where another worker has finished it and each has something of its own, finished
 from the farthest by those that are behind; what each has of its own the strategy sees to. From there on each worker
 reads its part of each batch, which is another one where the number of workers is.
 
-The leader says what happened. If it was the leader that died, the new one takes over its files: what the other had told
+The leader says what happened. If the leader died, the new one takes over its files: what the other had reported
 and not yet written, every worker still remembers.
 """
 
@@ -36,7 +36,7 @@ def why_not_survive(parts: Parts) -> str:
         return f"{world.backend} between GPUs does not tell which exchange was cut off"
     strategy = parts.strategy
     if not strategy.traits.survives_loss:
-        return "no worker holds the whole model"
+        return "no worker holds the entire model"
     if isinstance(strategy, InCopies):
         if why := strategy.why_all_end():
             return why
@@ -118,7 +118,7 @@ class SharedTraining:
         )
 
     def _half_saved(self) -> bool:
-        """Whether the snapshot that was begun last will never be whole: the one who was to name it is gone."""
+        """Whether the snapshot that was begun last will never be complete: the one who was to name it is gone."""
         saved_at = self.snapshot_schedule.saved_at
         return saved_at >= 0 and not (self.snapshot_schedule.store.folder / f"step-{saved_at:08d}").exists()
 
@@ -128,7 +128,7 @@ class SharedTraining:
         self.loop.doubt(min(doubts) if doubts else None)
 
     def begin(self) -> None:
-        """Nobody had come to the first step."""
+        """No one had come to the first step."""
         self._begin()
         self.size = self.parts.world.size
 
@@ -154,7 +154,7 @@ class SharedTraining:
     def _see_to_saved(self, snapshot_lost: bool) -> bool:
         """Have all workers agree on what is on the disk, and write a lost best model once more.
 
-        Training may have continued since: then its loss is told. Returns whether a snapshot is lost: also where only
+        Training may have continued since: then its loss is reported. Returns whether a snapshot is lost, also where only
         some workers had begun it, who would not begin it again while the others do.
         """
         run, schedule, world = self.run, self.snapshot_schedule, self.parts.world

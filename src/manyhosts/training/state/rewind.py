@@ -63,12 +63,12 @@ def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) ->
     # An older snapshot may have been pruned; where none is left there is nothing but to continue, and to say so.
     if max(gather_plain(world, newest_step(snapshot_schedule.store.folder))) < 0:
         loop.doubt(None)
-        text = f"nobody had checked the work of the worker that was left out in {steps}, and no snapshot is from before"
+        text = f"no one had checked the work of the worker that was left out in {steps}, and no snapshot is from before"
         return Note(text=f"{text} them: what it did there is in the weights", step=step, time=time.time())
     loop.invalidate_state()
     found, _ = snapshot_schedule.restore()
     loop.doubt(None)
-    reason = f"a worker was left out whose work in {steps} nobody had checked"
+    reason = f"a worker was left out whose work in {steps} no one had checked"
     return _stand_at(found, loop, began, reason, last=step)
 
 

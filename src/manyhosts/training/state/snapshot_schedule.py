@@ -95,7 +95,7 @@ class SnapshotSchedule:
         for where, (does, rule) in rules.items():
             if rule.metric not in values:
                 raise ConfigError(
-                    f"{does} {rule.metric!r}, which nobody reports",
+                    f"{does} {rule.metric!r}, which no one reports",
                     where=where,
                     fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
                 )

@@ -66,7 +66,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
         layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
         if layers:
             found.append(
-                f"BatchNorm ({layers[0]!r}) sees micro-batches and not the whole batch, so micro_batch_size={most} "
+                f"BatchNorm ({layers[0]!r}) sees micro-batches and not the entire batch, so micro_batch_size={most} "
                 "changes the model"
             )
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):

@@ -154,7 +154,7 @@ class SharedTraining:
     def _see_to_saved(self, snapshot_lost: bool) -> bool:
         """Have all workers agree on what is on the disk, and write a lost best model once more.
 
-        Training may have continued since: then its loss is reported. Returns whether a snapshot is lost, also where only
+        Training may have continued since: then its loss is reported. Returns whether one is lost, also where only
         some workers had begun it, who would not begin it again while the others do.
         """
         run, schedule, world = self.run, self.snapshot_schedule, self.parts.world

@@ -41,7 +41,7 @@ from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.local_stepping import LocalSteps
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Piece, Strategy
-from manyhosts.strategies.whole_model import SingleProcess
+from manyhosts.strategies.uncut_model import SingleProcess
 
 PUBLISHED = {2: 0.81, 4: 0.65, 8: 0.46}
 STEP_S = 4.8

@@ -37,7 +37,7 @@ class ByHand:
 class CutByHand(CutModel):
     """Over the axis `shard`; those along `replicate` hold the same."""
 
-    traits = Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False)
+    traits = Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False)
 
     def __init__(self, config: ByHand, world: World) -> None:
         mesh = Mesh(world, shard=config.shard)

@@ -68,7 +68,7 @@ class Training:
                 if words.startswith("manyhosts "):
                     os.kill(pid, signal.SIGKILL)
 
-    def is_whole(self, workers: int = 3) -> None:
+    def is_uncut(self, workers: int = 3) -> None:
         """Every step once, with the bits of a run to which nothing happened; every line of every log once."""
         assert [line["step"] for line in step_lines(self.run_dir)] == list(range(1, self.steps + 1))
         ended, wanted = summary(self.run_dir), undisturbed(self.folder, self.steps)
@@ -116,7 +116,7 @@ def test_command_that_is_killed_and_typed_again_takes_the_run_over(four: Lab, tm
     [(out, err)] = [words for words, each in zip(said, heirs, strict=True) if each.returncode == 0]
     assert "this one takes it over" in err
     assert all(out.count(f"the end of {rank}\n") == 1 for rank in range(3)), out
-    training.is_whole()
+    training.is_uncut()
     assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
     assert not record.exists()
 
@@ -152,7 +152,7 @@ def test_workers_whose_head_is_cut_off_while_they_meet_form_their_group_when_it_
     finally:
         training.end()
     assert command.returncode == 0, err
-    training.is_whole()
+    training.is_uncut()
     assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
 
 
@@ -180,7 +180,7 @@ def test_run_whose_hosts_reach_the_head_through_ssh_alone_goes_on_when_ssh_had_g
     finally:
         training.end()
     assert command.returncode == 0, err
-    training.is_whole()
+    training.is_uncut()
     assert (summary(training.run_dir)["restarts"], restarts(training.run_dir)) == (0, [])
 
 
@@ -217,4 +217,4 @@ def test_run_of_hosts_that_may_go_and_reach_the_head_through_ssh_alone_is_taken_
     finally:
         training.end()
     assert (heir.returncode, "this one takes it over" in err) == (0, True), err
-    training.is_whole(workers=2)
+    training.is_uncut(workers=2)

@@ -64,7 +64,7 @@ class Run:
     def let_go(self) -> None:
         (self.folder / "continue").touch()
 
-    def is_whole(self) -> None:
+    def is_uncut(self) -> None:
         """Every step once, with the bits of a run to which nothing happened; every line of every log once."""
         assert [line["step"] for line in step_lines(self.run_dir)] == list(range(1, STEPS + 1))
         ended, wanted = summary(self.run_dir), undisturbed(self.folder, STEPS)
@@ -121,7 +121,7 @@ def test_engine_carries_no_secret_and_the_run_outlives_the_command_that_began_it
     wait_until(lambda: "takes it over" in run.said(1) or heir.poll() is not None, "it is taken over")
     run.let_go()
     assert heir.wait(timeout=120) == 0, run.said(1)
-    run.is_whole()
+    run.is_uncut()
     assert (summary(run.run_dir)["restarts"], restarts(run.run_dir)) == (0, [])
     assert not (run.run_dir / run_directory.HEAD).exists()
     wait_until(lambda: not re.search("orted|srun|mpirun|agent", str(hosts[0].processes())), "all are gone")

@@ -18,7 +18,7 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.strategy import Piece
-from manyhosts.strategies.whole_model import SingleProcess
+from manyhosts.strategies.uncut_model import SingleProcess
 
 pytestmark = pytest.mark.multiprocess
 WIDTH, INNER = 6, 13

@@ -25,7 +25,7 @@ from manyhosts.strategies.fsdp.rounded import rounded
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.materialise import materialise, places_of
 from manyhosts.strategies.strategy import Piece
-from manyhosts.strategies.whole_model import SingleProcess
+from manyhosts.strategies.uncut_model import SingleProcess
 
 pytestmark = pytest.mark.multiprocess
 WAYS: dict[str, dict[str, Any]] = {

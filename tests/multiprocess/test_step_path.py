@@ -120,7 +120,7 @@ def files_of_a_step(face: str, run_dir: Path) -> set[str]:
 @pytest.mark.parametrize("face", sorted(MOST_FILES))
 def test_step_needs_few_files_and_the_page_lists_them(face: str, tmp_path: Path) -> None:
     found = files_of_a_step(face, tmp_path)
-    assert {"training/loop/step.py", "training/fit.py", "data/steps.py", "strategies/whole_model.py"} <= found
+    assert {"training/loop/step.py", "training/fit.py", "data/steps.py", "strategies/uncut_model.py"} <= found
     assert len(found) <= MOST_FILES[face], f"{len(found)}: {sorted(found)}"
     section = PAGE.split("### The files of a step", 1)[1].split("\n### ", 1)[0]
     listed = set(re.findall(r"`((?:\w+/)*\w+\.py)`", section))

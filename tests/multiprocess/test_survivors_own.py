@@ -102,7 +102,7 @@ MOMENTS = {
     "after it has taken an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._take:5:after"),
     "when servers give what they have stepped": (
         "servers in step",
-        "manyhosts.strategies.asynchronous.whole_between_steps:MeetsAtSteps.share:12:before",
+        "manyhosts.strategies.asynchronous.full_between_steps:MeetsAtSteps.share:12:before",
     ),
     "with a micro-batch that no server has the gradient of": (
         "servers",

@@ -17,8 +17,8 @@ from manyhosts.analysis import statistics
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import extras
 from manyhosts.records import provenance
+from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.numbers import to_words
-from manyhosts.records.whole_file import read_json, write_json_whole
 
 NAME, ARRAYS = "analysis.json", "analysis.npz"
 
@@ -78,7 +78,7 @@ def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple
     draws = statistics.resamples(len(ours["targets"]), resamples)
     reported = {"first": names[0], "second": names[1], **statistics.paired(ours, theirs, draws, names=names)}
     found = read_json(to / NAME)
-    write_json_whole(to / NAME, {**found, "comparison": to_words(reported)})
+    write_json(to / NAME, {**found, "comparison": to_words(reported)})
     return reported
 
 

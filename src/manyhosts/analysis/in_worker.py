@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from manyhosts.analysis import statistics
 from manyhosts.errors import ConfigError
 from manyhosts.records import first_batch
+from manyhosts.records.atomic_file import write_json
 from manyhosts.records.numbers import to_words
-from manyhosts.records.whole_file import write_json_whole
 from manyhosts.training.trained_script import TrainedRun, open_run
 
 SCHEMA_VERSION = 1
@@ -127,7 +127,7 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
     with (folder / ".analysis.npz.half").open("wb") as file:
         np.savez_compressed(file, **kept)
     os.replace(folder / ".analysis.npz.half", folder / "analysis.npz")
-    write_json_whole(folder / "analysis.json", to_words(reported))
+    write_json(folder / "analysis.json", to_words(reported))
 
 
 def _values(run: TrainedRun, found: Mapping[str, Tensor], kind: str) -> Any:

@@ -8,7 +8,7 @@ import click
 
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import directory_of
-from manyhosts.records.whole_file import write_whole
+from manyhosts.records.atomic_file import write_atomically
 
 _COMPARED, _CARD = "comparison.html", "MODEL_CARD.md"
 _SEARCH = "tune.json"
@@ -40,7 +40,7 @@ def report(directories: tuple[str, ...], output: str | None, markdown: bool, tra
     default = folders[0] / name if len(folders) == 1 else Path(_COMPARED).absolute()
     place = Path(output) if output else default
     try:
-        write_whole(place, text.encode(errors="replace"))
+        write_atomically(place, text.encode(errors="replace"))
     except OSError as cause:
         fix = "choose another place with --output FILE"
         raise ConfigError(f"cannot write the page: {cause.strerror}", where=str(place), fix=fix) from cause

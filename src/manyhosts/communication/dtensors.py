@@ -56,14 +56,14 @@ class DTensors(Holding):
         assert tuple(found) == tuple(local.shape), f"PyTorch holds {tuple(local.shape)} where {tuple(found)} belongs"
         return TensorPart(local, tuple(offset) if local.numel() else (0,) * len(shape), shape)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full(self, tensor: Tensor) -> Tensor:
         """All of a DTensor; every worker of its mesh calls this."""
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             return tensor
-        return self._whole_now(tensor) if tensor.device.type == "cpu" else gathered(tensor)
+        return self._full_now(tensor) if tensor.device.type == "cpu" else gathered(tensor)
 
-    def _whole_now(self, tensor: DTensor) -> Tensor:
+    def _full_now(self, tensor: DTensor) -> Tensor:
         """The same from the workers of now, who may be others than those that PyTorch knows."""
         [placement] = tensor.placements
         local = tensor.to_local()

@@ -39,7 +39,7 @@ class Holding:
         """The same with its place in the full tensor."""
         return TensorPart.all_of(tensor)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full(self, tensor: Tensor) -> Tensor:
         """All of `tensor`. Where it is cut that is new memory, and all workers that hold parts call this together."""
         return tensor
 
@@ -48,4 +48,4 @@ class Holding:
         return local
 
 
-WHOLE = Holding()
+UNCUT = Holding()

@@ -170,9 +170,9 @@ class _GpuBackward:
 
     def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
         of_gradient, of_product = total[0], total[1] / self.inverse
-        whole = counts.to(torch.int32)  # one for each worker: their sum may be larger than that type holds
+        totals = counts.to(torch.int32)  # one for each worker: their sum may be larger than that type holds
         samples = self.gradient, self.x, self.mean, self.inverse
-        return torch.batch_norm_backward_elemt(*samples, _like(weight, self.mean), of_gradient, of_product, whole)
+        return torch.batch_norm_backward_elemt(*samples, _like(weight, self.mean), of_gradient, of_product, totals)
 
 
 def _dims(x: Tensor) -> list[int]:

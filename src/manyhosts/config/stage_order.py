@@ -53,9 +53,9 @@ def order_of(schedule: str, *, workers: int, virtual_stages: int, micro_batches:
         for each in played:
             each.begin(now, done, last=workers * virtual_stages - 1)
         now += 1
-    whole = max(done.values())
+    full = max(done.values())
     busy = 3 * virtual_stages * micro_batches
-    return Order(tuple(tuple(each.begun) for each in played), (whole - busy) / whole)
+    return Order(tuple(tuple(each.begun) for each in played), (full - busy) / full)
 
 
 @dataclass(slots=True)

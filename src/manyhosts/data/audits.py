@@ -62,8 +62,8 @@ class AuditPlan:
         found = []
         for owner, own in enumerate(held):
             # So many of its parts; what is left over is the chance of one more.
-            whole, left = divmod(self.share * len(own), 1.0)
-            chosen = sorted(own, key=lambda part: self._draw(position, 2, part))[: int(whole) + (draw < left)]
+            full, left = divmod(self.share * len(own), 1.0)
+            chosen = sorted(own, key=lambda part: self._draw(position, 2, part))[: int(full) + (draw < left)]
             for part in sorted(chosen):
                 begin, behind = bounds(samples, parts, part)
                 if begin < behind:

@@ -31,8 +31,8 @@ class Cut:
         """Begin and end of `part` in a batch of `count` samples."""
         if self.sizes is None:
             return bounds(count, self.parts, part)
-        before, whole = sum(self.sizes[:part]), sum(self.sizes)
-        return count * before // whole, count * (before + self.sizes[part]) // whole
+        before, total = sum(self.sizes[:part]), sum(self.sizes)
+        return count * before // total, count * (before + self.sizes[part]) // total
 
     def longest(self, count: int) -> int:
         """The samples of the largest part of a batch of `count`."""

@@ -32,7 +32,7 @@ _EXACT_NUMBERS = 16
 _TOLERANCE = 0.02
 _SCALAR_TOLERANCE = 1e-4
 
-_WHOLE_NUMBERS = "whole numbers "
+_INTEGERS = "whole numbers "
 """Before the digest of many; in older snapshots there is none."""
 
 Print = list[str | list[float]]
@@ -205,7 +205,7 @@ def _scalar_print(value: bool | float | str | bytes | None) -> str | list[float]
 def _list_print(value: Sequence[Any]) -> Iterator[str | list[float]]:
     yield f"{len(value)} items"
     if len(value) > _EXACT_NUMBERS and all(type(item) is int for item in value):
-        yield _WHOLE_NUMBERS + hashlib.sha256(repr(list(value)).encode()).hexdigest()[:16]
+        yield _INTEGERS + hashlib.sha256(repr(list(value)).encode()).hexdigest()[:16]
         return
     for item in value:
         yield from print_of(item)
@@ -278,4 +278,4 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def _bare(word: object) -> object:
-    return word.removeprefix(_WHOLE_NUMBERS) if isinstance(word, str) else word
+    return word.removeprefix(_INTEGERS) if isinstance(word, str) else word

@@ -224,9 +224,9 @@ class _Shard:
         """Samples that it has given."""
         self.state: Mapping[str, Any] | None = None
         """What the dataset said of where it stood after those; None where it does not say so, or is at its end."""
-        whole = source.skip_to(read)
+        full = source.skip_to(read)
         self.ahead: list[Any] = self._next()
-        if read and not (whole and self.ahead):
+        if read and not (full and self.ahead):
             raise DataError(
                 f"shard {number} of {shards} of the {stream.name} stream ends after {source.read} samples, "
                 f"and when {read} had been read of it there were more",

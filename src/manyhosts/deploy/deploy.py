@@ -15,7 +15,7 @@ from typing import Any
 from manyhosts.deploy import recipe
 from manyhosts.errors import ConfigError, LaunchError
 from manyhosts.export.description import Description
-from manyhosts.records.whole_file import write_json_whole
+from manyhosts.records.atomic_file import write_json
 from manyhosts.table import nearest
 
 _VARIANT = "all"
@@ -231,7 +231,7 @@ def _kubernetes(request: Request, described: Description, folder: Path) -> list[
 def _sagemaker(request: Request, described: Description, folder: Path) -> list[str]:
     asked = requests(request.name, request.options)
     validate(asked)
-    write_json_whole(folder / "requests.json", asked)
+    write_json(folder / "requests.json", asked)
     # SageMaker asks /ping and /invocations, and has checked who asks before.
     recipe.write_context(folder, request.export, described)
     (folder / "Dockerfile").write_text(recipe.dockerfile(recipe.base_image(described), ("--behind-sagemaker",)))
@@ -239,7 +239,7 @@ def _sagemaker(request: Request, described: Description, folder: Path) -> list[s
 
 
 def _ray(request: Request, described: Description, folder: Path) -> list[str]:
-    write_json_whole(folder / "serve.json", recipe.ray_config(request.name, request.options))
+    write_json(folder / "serve.json", recipe.ray_config(request.name, request.options))
     (folder / "ray_app.py").write_text(recipe.RAY_APP)
     shutil.copytree(request.export, folder / "model", ignore=shutil.ignore_patterns("__pycache__"))
     return ["serve deploy serve.json"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhosts.cluster.findings import Finding
 from manyhosts.errors import ConfigError
-from manyhosts.records.whole_file import read_json, write_json_whole, write_whole
+from manyhosts.records.atomic_file import read_json, write_atomically, write_json
 
 NAME = "manyhosts.lock"
 SCHEMA_VERSION = 1
@@ -21,7 +21,7 @@ Facts = Mapping[str, Any]
 
 def write(path: Path, hosts: Sequence[Facts]) -> None:
     """Write down what `hosts`, as the doctor has found them, have."""
-    write_json_whole(path, {"schema_version": SCHEMA_VERSION, "hosts": {host["name"]: _of(host) for host in hosts}})
+    write_json(path, {"schema_version": SCHEMA_VERSION, "hosts": {host["name"]: _of(host) for host in hosts}})
 
 
 def in_folder(folder: Path) -> dict[str, Any] | None:
@@ -101,8 +101,8 @@ def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
         f"COPY requirements.lock {wheel} /tmp/\n"
         f"RUN python3 -m pip install --no-cache-dir --no-deps -r /tmp/requirements.lock /tmp/{wheel}\n"
     )
-    write_whole(folder / "Dockerfile", recipe.encode())
-    write_whole(folder / "requirements.lock", "".join(f"{pin}\n" for pin in pins).encode())
+    write_atomically(folder / "Dockerfile", recipe.encode())
+    write_atomically(folder / "requirements.lock", "".join(f"{pin}\n" for pin in pins).encode())
     return [folder / "Dockerfile", folder / "requirements.lock"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.records.atomic_file import read_json, write_json
 
 NAME = "export.json"
 VERSION = 1
@@ -63,7 +63,7 @@ class Description:
     def write(self, folder: Path) -> None:
         """Write it into `folder`, with the hashes of the files that are there."""
         described = dataclasses.replace(self, files=hashes(folder))
-        write_json_whole(folder / NAME, dataclasses.asdict(described))
+        write_json(folder / NAME, dataclasses.asdict(described))
 
     @classmethod
     def read(cls, folder: Path, *, check: bool = True) -> Description:

@@ -30,7 +30,7 @@ from manyhosts.launchers.detached import Jobs, Status
 from manyhosts.launchers.engine import Engine
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
-from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.records.atomic_file import read_json, write_json
 
 _READY = b"ready\n"
 _LOOK_S = 0.1
@@ -152,7 +152,7 @@ def main(words: list[str] | None = None) -> int:
     }
 
     def note(state: str, reason: str = "", code: int | None = None) -> None:
-        write_json_whole(folder / "state.json", {**own, "state": state, "reason": reason, "code": code})
+        write_json(folder / "state.json", {**own, "state": state, "reason": reason, "code": code})
 
     note("running")
     os.write(1, _READY)

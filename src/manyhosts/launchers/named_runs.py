@@ -16,10 +16,10 @@ from manyhosts.launchers import background, detached
 from manyhosts.launchers.detached import Jobs, State, Status
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
+from manyhosts.records.atomic_file import write_json
 from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
-from manyhosts.records.whole_file import write_json_whole
 
 LAST = "last"
 METAVAR = "RUN"
@@ -104,7 +104,7 @@ def keep_handle(run_dir: Path, handle: str) -> None:
     """
     with contextlib.suppress(OSError):
         if handle:
-            write_json_whole(run_dir / _HANDLE, {"handle": handle})
+            write_json(run_dir / _HANDLE, {"handle": handle})
         else:
             (run_dir / _HANDLE).unlink(missing_ok=True)
 

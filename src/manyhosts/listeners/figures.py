@@ -47,10 +47,10 @@ def rate(per_second: float) -> str:
 
 def clock(seconds: float) -> str:
     """Time to go, as a clock shows it: `0:42`, `12:05`, `3:07:33`."""
-    whole = max(0, round(seconds))
-    if whole >= 3600:
-        return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-    return f"{whole // 60}:{whole % 60:02d}"
+    rounded = max(0, round(seconds))
+    if rounded >= 3600:
+        return f"{rounded // 3600}:{rounded % 3600 // 60:02d}:{rounded % 60:02d}"
+    return f"{rounded // 60}:{rounded % 60:02d}"
 
 
 def amount(count: int, thing: str) -> str:

@@ -138,7 +138,7 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         seconds=_TOGETHER_S,
         patience_s=asked.patience_s,
         together=True,
-        whole=reported["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
+        uncut=reported["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
     )
     contention: dict[int, float] = {}
     spreads = [0.0]
@@ -241,7 +241,7 @@ def environment(asked: Asked, request: Request) -> dict[str, str]:
 def settings_of(asked: Asked, request: Request) -> dict[str, str]:
     """What is set of a script that is measured, as `--set` gives it."""
     settings = {**asked.settings, **SETTINGS}
-    if request.whole:
+    if request.uncut:
         of_others = {each.name for kind in BY_NAME.values() for each in fields(kind)} - {
             each.name for each in fields(DDP)
         }

@@ -23,7 +23,7 @@ class Request:
     together: bool = False
     """Several workers, who compute at the same time and then measure the network between them."""
 
-    whole: bool = False
+    uncut: bool = False
     """Whether each worker is to hold the entire model, though the script has it cut into parts."""
 
     def environment(self) -> Mapping[str, str]:

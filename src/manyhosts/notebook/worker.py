@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
+from manyhosts.records.atomic_file import write_atomically
 from manyhosts.records.run_directory import VARIABLE
-from manyhosts.records.whole_file import write_whole
 
 FUNCTION, RESULT = "function.pkl", "result.pt"
 
@@ -45,4 +45,4 @@ def _keep(result: Any, path: Path) -> None:
             where="rank 0",
             fix="return tensors, numbers, texts, or lists, tuples and dicts of them; save the rest to a file",
         ) from cause
-    write_whole(path, file.getvalue())
+    write_atomically(path, file.getvalue())

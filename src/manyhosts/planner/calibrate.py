@@ -22,7 +22,7 @@ from manyhosts.planner.catalog import Machines
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured, Network
 from manyhosts.planner.predict import Way
-from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.records.atomic_file import read_json, write_json
 
 NAME = "plan-calibration.json"
 """Next to the `study.json` that it was made from."""
@@ -77,7 +77,7 @@ class Calibration:
 
     def write(self, folder: Path) -> Path:
         """Put it next to the study in `folder`."""
-        write_json_whole(folder / NAME, asdict(self))
+        write_json(folder / NAME, asdict(self))
         return folder / NAME
 
     @classmethod

@@ -97,7 +97,7 @@ def _machines(name: str, table: Any, where: str) -> Machines:
     if unknown := [key for key in table if key not in _KEYS]:
         fix = f"{nearest(unknown[0], _KEYS)}it may hold: {', '.join(_KEYS)}"
         raise ConfigError(f"there is no {unknown[0]!r} of a machine", where=where, fix=fix)
-    count = _whole(table, "count", where, least=1)
+    count = _integer(table, "count", where, least=1)
     if count is None:
         raise ConfigError(f"{name} lacks count", where=where, fix="say how many there are: count = 8")
     if "between" not in table and count > 1:
@@ -107,12 +107,12 @@ def _machines(name: str, table: Any, where: str) -> Machines:
     return Machines(
         name=name,
         count=count,
-        workers=_whole(table, "workers", where, least=1) or 1,
+        workers=_integer(table, "workers", where, least=1) or 1,
         between=_network(table, "between", where) or within,
         within=within,
         speed=_amount(table, "speed", where, above=True) or 1.0,
         memory_bytes=bytes_of(str(table.get("memory", "0")), where=f"{where} memory"),
-        cores=_whole(table, "cores", where, least=1),
+        cores=_integer(table, "cores", where, least=1),
         price=_amount(table, "price", where, above=False),
     )
 
@@ -120,7 +120,7 @@ def _machines(name: str, table: Any, where: str) -> Machines:
 _KEYS = ("count", "workers", "speed", "memory", "cores", "within", "between", "price")
 
 
-def _whole(table: Mapping[str, Any], key: str, where: str, *, least: int) -> int | None:
+def _integer(table: Mapping[str, Any], key: str, where: str, *, least: int) -> int | None:
     value = table.get(key)
     if value is None:
         return None

@@ -10,7 +10,7 @@ from typing import cast
 
 from manyhosts.config.strategies import CUTS, DDP, OF_SAME_SAMPLES, Single, Strategy, cutting, of_same_samples
 from manyhosts.errors import ConfigError
-from manyhosts.planner.memory import Memory, ModelBytes, whole
+from manyhosts.planner.memory import Memory, ModelBytes, uncut
 from manyhosts.planner.strategies.strategy import STRATEGIES, CutStrategyModel
 from manyhosts.planner.strategies.virtual import gradients_kept
 from manyhosts.units import bytes_in_words
@@ -108,7 +108,7 @@ def _held(model: ModelBytes, strategy: Strategy, training: Training, workers: in
         return cut.held(model, workers)
     parts = training.virtual_workers
     kept = 0 if parts is None else gradients_kept(parts, workers) * model.gradients
-    return whole(model, workers=workers, strategy=kept)
+    return uncut(model, workers=workers, strategy=kept)
 
 
 def simplest(found: Sequence[Way], left: int) -> Way | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from manyhosts.planner.compute import passes
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.records.whole_file import read_json
+from manyhosts.records.atomic_file import read_json
 
 INSIDE = 0.9
 """Of measured steps."""

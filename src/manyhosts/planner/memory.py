@@ -99,7 +99,7 @@ def model_bytes(measured: Measured, workers: int) -> ModelBytes:
     )
 
 
-def whole(model: ModelBytes, *, workers: int, strategy: int = 0) -> Memory:
+def uncut(model: ModelBytes, *, workers: int, strategy: int = 0) -> Memory:
     """Where each of `workers` holds the entire model, and its strategy keeps so much in addition.
 
     Gradients lie in buckets from the beginning on; on a GPU those of earlier micro-batches wait outside of them.
@@ -125,7 +125,7 @@ def in_parts(model: ModelBytes, *, shard: int, workers: int, zero: int, gathered
     `gathered`: the share of their bytes that gathered parameters have.
     """
     if shard == 1:
-        return whole(model, workers=workers)
+        return uncut(model, workers=workers)
     own = Memory(
         parameters=-(-model.parameters // shard),
         gradients=-(-model.gradients // shard),
@@ -180,12 +180,12 @@ class _Backward:
         for done, block in enumerate(self.blocks):
             own = 0.0 if self._keeps_all else self.trains * block
             sent = self.trains * self.blocks[done - 1] if done else 0.0  # of the block before, and still there
-            whole = self._whole(done, 2)
-            yield self._left(done) + first + whole + self._gradients(done) + sent
-            yield self._left(done + 1) + first + whole + self._gradients(done) + own + sent
+            uncut = self._uncut(done, 2)
+            yield self._left(done) + first + uncut + self._gradients(done) + sent
+            yield self._left(done + 1) + first + uncut + self._gradients(done) + own + sent
             # Gradients are copied into what is sent; then these are gone, and what comes has a place of its own.
             summed = 2 * self.trains * block
-            yield self._left(done + 1) + first + self._whole(done + 1, 1) + self._gradients(done + 1, at=done) + summed
+            yield self._left(done + 1) + first + self._uncut(done + 1, 1) + self._gradients(done + 1, at=done) + summed
         last = self.trains * self.blocks[-1] if self.blocks else 0.0
         yield self._gradients(len(self.blocks)) + 2 * self.trains * self.rest + last
 
@@ -208,7 +208,7 @@ class _Backward:
         """Whether the gradients of earlier micro-batches wait in full."""
         return self.zero == 1 and self.model.several
 
-    def _whole(self, done: int, ahead: int) -> float:
+    def _uncut(self, done: int, ahead: int) -> float:
         """The gathered parameters, when so many blocks are done: the rest, and of the others so many, or all."""
         left = self.blocks[done : done + ahead] if self.zero == 3 else self.blocks[done:]
         return self.gathered * (self.rest + sum(left))

@@ -14,7 +14,7 @@ from manyhosts.planner.catalog import Machines
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.predict import Prediction, predictions, ways
 from manyhosts.planner.recommend import Recommendation, recommend
-from manyhosts.records.whole_file import read_json
+from manyhosts.records.atomic_file import read_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

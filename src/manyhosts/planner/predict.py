@@ -202,13 +202,13 @@ def predict(measured: Measured, machines: Machines, group: Group, way: Way) -> P
 def epoch_seconds(measured: Measured, group: Group, model: StrategyModel) -> float:
     """All steps of an epoch, the smaller one at its end too, its validations, and what every worker does once."""
     batch = batch_of(measured, group.workers)
-    whole, rest = divmod(measured.samples, batch)
-    seconds = whole * model.step(measured, group).seconds
+    full, rest = divmod(measured.samples, batch)
+    seconds = full * model.step(measured, group).seconds
     if rest:
         share = -(-rest // group.workers) if measured.batch_grows else rest
         seconds += model.step(replace(measured, global_batch=share), group).seconds
     every = measured.validate_every_steps
-    validations = 1.0 if every is None else (whole + bool(rest)) / every
+    validations = 1.0 if every is None else (full + bool(rest)) / every
     return seconds + validations * validation_seconds(measured, group) + measured.epoch_other_s
 
 

@@ -64,9 +64,9 @@ def recommend(found: Sequence[Prediction]) -> Recommendation:
         ConfigError: nothing fits.
     """
     steady = [each for each in found if each.strategy in SAME_STEPS]
-    whole = [each for each in steady if each.strategy not in (*CUTS, *OF_SAME_SAMPLES)]
-    if any(each.fits for each in whole):
-        steady = whole  # parts are for models that no worker can hold: a lost worker takes its part with it
+    uncut = [each for each in steady if each.strategy not in (*CUTS, *OF_SAME_SAMPLES)]
+    if any(each.fits for each in uncut):
+        steady = uncut  # parts are for models that no worker can hold: a lost worker takes its part with it
     best = _best(steady)
     if best is None:
         least = min(found, key=lambda each: each.memory.total, default=None)

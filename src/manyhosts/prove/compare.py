@@ -166,7 +166,7 @@ class Comparison:
 
     def _step(self, ours: Line, theirs: Line, step: int) -> Departure | None:
         seen = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-        whole = _norm(ours.get("gradients", {}))
+        full = _norm(ours.get("gradients", {}))
         scale = abs(_first(self.one.steps[min(self.one.steps)]).get("values", {}).get("loss", 0.0))
         for name, value in ours.get("values", {}).items():
             other = theirs["values"].get(name, math.nan)
@@ -179,10 +179,10 @@ class Comparison:
         for name, facts in ours.get("gradients", {}).items():
             if name not in theirs["gradients"]:
                 return Departure(step, "gradient", name, math.inf)
-            if facts[1] <= self.tolerance.noise * whole:
+            if facts[1] <= self.tolerance.noise * full:
                 self.noise.add(name)
                 continue
-            apart = distance(facts, theirs["gradients"][name], floor=1e-3 * self.tolerance.gradient * whole)
+            apart = distance(facts, theirs["gradients"][name], floor=1e-3 * self.tolerance.gradient * full)
             seen["gradient"] = max(seen["gradient"], apart)
             if not apart <= self.allowed["gradient"]:
                 return Departure(step, "gradient", name, apart)
@@ -222,8 +222,8 @@ def small(trace: Trace) -> bool:
     """Whether a weight's gradient in float64 is too small to be seen in float32, and no rounding for all that."""
     for step in trace.steps:
         gradients = trace.of(step)["gradients"]
-        whole = _norm(gradients)
-        if any(EXACT.noise * whole < facts[1] <= FLOAT32.noise * whole for facts in gradients.values()):
+        full = _norm(gradients)
+        if any(EXACT.noise * full < facts[1] <= FLOAT32.noise * full for facts in gradients.values()):
             return True
     return False
 

@@ -34,7 +34,7 @@ class Experimented:
     def __init__(self, trials: Trials, theirs: Trial) -> None:
         self.setup = replace(theirs.setup, experiments=True, resumed=False, double=True)
         traits = TRAITS.get(theirs.trace.settings.get("strategy", {}).get("name", ""))
-        if traits is not None and not traits.holds_whole_model:  # they look at the script, and put its tensors back
+        if traits is not None and not traits.holds_full_model:  # they look at the script, and put its tensors back
             self.setup = self.setup.with_settings(strategy="ddp")
         trial = trials.run(self.setup)
         if not any(line.get("compute") for line in trial.trace.experiments.values()):
@@ -113,11 +113,11 @@ class Experimented:
         for found in self.compute:
             if "halves" not in found:
                 continue
-            whole, (one, two) = found["loss"], found["halves"]
-            bound = (1e-9 if self.exact else 1e-4) * max(abs(whole), 1e-6)
-            if abs(whole - (one + two) / 2) <= bound:
+            full, (one, two) = found["loss"], found["halves"]
+            bound = (1e-9 if self.exact else 1e-4) * max(abs(full), 1e-6)
+            if abs(full - (one + two) / 2) <= bound:
                 continue
-            seen = f"a batch has a loss of {whole:.6g}, its halves of {one:.6g} and {two:.6g}"
+            seen = f"a batch has a loss of {full:.6g}, its halves of {one:.6g} and {two:.6g}"
             if found["mixes"]:
                 return Cause(
                     "samples mixed in the model",
@@ -125,7 +125,7 @@ class Experimented:
                     "use layers that see one sample at a time, or BatchNorm, whose statistics go over all workers",
                     seen,
                 )
-            if abs(whole - (one + two)) <= 10 * bound:
+            if abs(full - (one + two)) <= 10 * bound:
                 return Cause(
                     "loss is a sum",
                     "the loss adds up over the samples, and is no mean over them",

@@ -69,11 +69,11 @@ def workers(trials: Trials) -> Verdict:
 
 def micro(trials: Trials) -> Verdict:
     """The same with half as many samples in a forward pass."""
-    whole = trials.run(Setup(workers=1))
-    if whole.trace.is_plain:
+    full = trials.run(Setup(workers=1))
+    if full.trace.is_plain:
         return _plain("micro", "the size of a forward pass is the script's own affair")
-    most = max((len(line["own"]) for lines in whole.trace.steps.values() for line in lines.values()), default=0)
-    settings = whole.trace.settings
+    most = max((len(line["own"]) for lines in full.trace.steps.values() for line in lines.values()), default=0)
+    settings = full.trace.settings
     now = settings.get("micro_batch_size") or -(-most // (settings.get("virtual_workers") or 1))
     if now < 2:
         return Verdict(promise="micro", status="not judged", note="a forward pass has one sample already")
@@ -84,19 +84,19 @@ def micro(trials: Trials) -> Verdict:
 def resume(trials: Trials) -> Verdict:
     """The same bits after all workers were killed in the middle and started again."""
     count = resuming_workers(trials.asked)
-    whole = trials.run(Setup(workers=count))
-    if whole.trace.is_plain:
+    full = trials.run(Setup(workers=count))
+    if full.trace.is_plain:
         return _plain("resume", "the script saves and resumes by itself, or not at all")
-    if whole.error is not None:
+    if full.error is not None:
         count = trials.asked.workers[0]  # a script that is refused on several workers may yet be killed on one
-        whole = trials.run(Setup(workers=count))
-    if whole.error is not None and not whole.trace.steps:
-        return _does_not_run("resume", whole)
+        full = trials.run(Setup(workers=count))
+    if full.error is not None and not full.trace.steps:
+        return _does_not_run("resume", full)
     back = trials.run(Setup(workers=count, resumed=True))
     where = f"on {_workers(count)}, undisturbed and after a kill and a resume"
     if back.error is not None and not back.trace.steps:
         # A run that is refused because its data is another is reported by what makes it another.
-        cause = Experimented(trials, whole).of_data(trials, whole, whole)
+        cause = Experimented(trials, full).of_data(trials, full, full)
         refused = _refused("resume", back, back.error)
         return refused if cause is None else replace(refused, where=f"{refused.where}: {back.error.what}", cause=cause)
     since = min((line["step"] for line in back.trace.begins.values()), default=0)
@@ -105,20 +105,20 @@ def resume(trials: Trials) -> Verdict:
             "no snapshot", "the killed run left no snapshot to continue from", "see what the script does to them"
         )
         return Verdict(promise="resume", status="fails", where=where, cause=cause)
-    found = of_start(whole.trace, back.trace, since) or compare.in_bits(whole.trace, back.trace, since=since)
+    found = of_start(full.trace, back.trace, since) or compare.in_bits(full.trace, back.trace, since=since)
     if found is None:
-        return _holds("resume", f"bit for bit, from step {since}", whole, back)
+        return _holds("resume", f"bit for bit, from step {since}", full, back)
     return Verdict(
         promise="resume", status="fails", where=where, departure=found,
-        cause=find(trials, whole.setup, back.setup, found, "resume"),
+        cause=find(trials, full.setup, back.setup, found, "resume"),
     )  # fmt: skip
 
 
-def of_start(whole: Trace, back: Trace, since: int) -> Departure | None:
+def of_start(full: Trace, back: Trace, since: int) -> Departure | None:
     """What the resumed run had not taken up, of the weights and buffers after step `since`."""
-    if since not in whole.steps or not back.begins:
+    if since not in full.steps or not back.begins:
         return None
-    before = whole.of(since)
+    before = full.of(since)
     return compare.unequal(
         {"weights": before["weights"], "buffers": before["buffers"]}, back.begins[min(back.begins)], since
     )

@@ -16,7 +16,7 @@ class Blocks(ABC, Generic[Block]):
 
     def __init__(self) -> None:
         self._every = 1
-        self._whole: list[Block] = []
+        self._closed: list[Block] = []
         self._open: list[Block] = []
 
     @staticmethod
@@ -28,11 +28,11 @@ class Blocks(ABC, Generic[Block]):
         """That of the steps that came last."""
         self._open.append(block)
         if len(self._open) == self._every:
-            self._whole, self._open = self.blocks(), []
-        if len(self._whole) == self.MOST:
-            self._whole = [self.merged(self._whole[at : at + 2]) for at in range(0, self.MOST, 2)]
+            self._closed, self._open = self.blocks(), []
+        if len(self._closed) == self.MOST:
+            self._closed = [self.merged(self._closed[at : at + 2]) for at in range(0, self.MOST, 2)]
             self._every *= 2
 
     def blocks(self) -> list[Block]:
         """All of them; the last one may have fewer steps."""
-        return [*self._whole, *([self.merged(self._open)] if self._open else [])]
+        return [*self._closed, *([self.merged(self._open)] if self._open else [])]

@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from manyhosts.records.whole_file import write_whole
+from manyhosts.records.atomic_file import write_atomically
 
 _CHANNELS = (1, 3)
 _LEAST_PIXELS, _MOST_PIXELS = 4, 192
@@ -53,7 +53,7 @@ def write(path: Path, batch: FirstBatch) -> None:
     """
     file = BytesIO()
     np.savez_compressed(file, pixels=batch.pixels, labels=np.array(batch.labels, dtype=np.str_))
-    write_whole(path, file.getvalue())
+    write_atomically(path, file.getvalue())
 
 
 def read(path: Path) -> FirstBatch | None:

@@ -41,12 +41,12 @@ class Follower:
         if self._descriptor < 0:
             return News([], began_again, more=False)
         block = os.pread(self._descriptor, _MOST_BYTES, self._place)
-        whole = block.rfind(b"\n") + 1
-        if not whole and len(block) == _MOST_BYTES:  # no line of ours is so long
+        complete = block.rfind(b"\n") + 1
+        if not complete and len(block) == _MOST_BYTES:  # no line of ours is so long
             self._place += len(block)
             return News([], began_again, more=True)
-        self._place += whole
-        lines = [line for text in block[:whole].splitlines(keepends=True) if (line := parsed_line(text)) is not None]
+        self._place += complete
+        lines = [line for text in block[:complete].splitlines(keepends=True) if (line := parsed_line(text)) is not None]
         return News([self.decode(line) for line in lines], began_again, more=len(block) == _MOST_BYTES)
 
     def close(self) -> None:

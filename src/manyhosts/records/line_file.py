@@ -96,7 +96,7 @@ class LineFile(Generic[T]):
 
     def _open(self) -> int:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.ftruncate(descriptor, _end_of_last_whole_line(descriptor))
+        os.ftruncate(descriptor, _end_of_last_complete_line(descriptor))
         return descriptor
 
     def _add(self, items: list[T]) -> None:
@@ -165,7 +165,7 @@ def _backwards(path: Path) -> Iterator[tuple[int, Line]]:
                     yield place, line
 
 
-def _end_of_last_whole_line(descriptor: int) -> int:
+def _end_of_last_complete_line(descriptor: int) -> int:
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - _BLOCK_BYTES)

@@ -34,12 +34,12 @@ _CHUNK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
 _FOLDER = re.compile(r"(?:step-(?P<step>\d{8,})|best)(?:\.(?P<how>new|old|[0-9a-f]+\.half|half))?")
 _GO_ON = "leave it or delete it: a run resumes from the newest snapshot that is complete"
-_MAY_BE_WHOLE = "see that you may read it and that its disk answers; it may be complete, so do not delete it"
+_MAY_BE_COMPLETE = "see that you may read it and that its disk answers; it may be complete, so do not delete it"
 
 
 def fix_of(cause: BaseException | None = None) -> str:
     """What to do about a snapshot that `cause` shows to be damaged, or that could only not be read."""
-    return _MAY_BE_WHOLE if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else _GO_ON
+    return _MAY_BE_COMPLETE if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else _GO_ON
 
 
 class NewerFormat(SnapshotError):

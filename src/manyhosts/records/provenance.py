@@ -22,7 +22,7 @@ from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.records import installed, opened_files
-from manyhosts.records.whole_file import read_json, write_json_whole, write_whole
+from manyhosts.records.atomic_file import read_json, write_atomically, write_json
 
 NAME = "provenance"
 DIFF = "changes.diff"
@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1
 _GIT_S = 20.0
 _MOST_OF_A_FILE = 1 << 20
 _MOST_OF_ALL = 16 << 20
-_WHOLE_HASHES = 256 << 20
+_FULL_HASHES = 256 << 20
 """Bytes of data that are read to the end, a second's work at most; larger files are looked at in stretches."""
 _BLOCK, _BLOCKS = 1 << 16, 64
 _KEPT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MANYHOSTS_SET", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
@@ -113,17 +113,17 @@ def keep(
             changed = [kind for kind in ("code", "data", "packages") if _differs(before, found, kind)]
             if new := [kind for kind in changed if kind not in before.changed_on_resume]:
                 reported = {**asdict(before), "changed_on_resume": [*before.changed_on_resume, *new]}
-                write_json_whole(folder / "state.json", reported)
+                write_json(folder / "state.json", reported)
             return before
     diff, left_out = _changes(Path(found.code.root), found.code.commit, run_dir)
     found = replace(found, code=replace(found.code, changed=bool(diff), left_out=left_out))
     for name in found.code.files:
         with contextlib.suppress(OSError):
             source = Path(found.code.root, name)
-            write_whole(folder / "sources" / (name.lstrip("/")), source.read_bytes())
+            write_atomically(folder / "sources" / (name.lstrip("/")), source.read_bytes())
     if diff:
-        write_whole(folder / DIFF, diff)
-    write_json_whole(folder / "state.json", asdict(found))
+        write_atomically(folder / DIFF, diff)
+    write_json(folder / "state.json", asdict(found))
     return found
 
 
@@ -137,10 +137,10 @@ def add_data(run_dir: Path) -> None:
         for name, digest in _sources(root, Path(before.program)).items():
             if name not in files:
                 files[name] = digest
-                write_whole(run_dir / NAME / "sources" / name.lstrip("/"), Path(root, name).read_bytes())
+                write_atomically(run_dir / NAME / "sources" / name.lstrip("/"), Path(root, name).read_bytes())
         reported = {**asdict(before), "data": {name: asdict(each) for name, each in data.items()}}
         reported["code"]["files"], reported["data_left_out"] = files, opened_files.left_out()
-        write_json_whole(run_dir / NAME / "state.json", reported)
+        write_json(run_dir / NAME / "state.json", reported)
 
 
 def read(run_dir: Path) -> Provenance:
@@ -293,7 +293,7 @@ def _is_installed(path: str) -> bool:
 
 def _data(root: Path, run_dir: Path, *, known: Mapping[str, DataFile]) -> dict[str, DataFile]:
     """Of each file that was read and is not `known` yet, what it holds now; the run's own files are none."""
-    found, left = {}, _WHOLE_HASHES
+    found, left = {}, _FULL_HASHES
     for name in opened_files.names():
         path, short = Path(os.path.realpath(name)), below(root, name)
         if short not in known and not path.is_relative_to(run_dir.resolve()) and ".git" not in path.parts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
-from manyhosts.records.whole_file import read_json
+from manyhosts.records.atomic_file import read_json
 
 VARIABLE = "MANYHOSTS_RUN_DIR"
 """Names the run directory to the workers of `manyhosts run`."""

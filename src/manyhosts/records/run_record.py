@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.records.atomic_file import read_json, write_json
 
 SCHEMA_VERSION = 1
 
@@ -53,7 +53,7 @@ class RunRecord:
 
     def write(self, path: Path) -> None:
         """Write the record to `path`, completely or not at all."""
-        write_json_whole(path, dataclasses.asdict(self))
+        write_json(path, dataclasses.asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
+from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.line_file import Line
 from manyhosts.records.numbers import from_words, to_words
 from manyhosts.records.run_record import RunRecord
-from manyhosts.records.whole_file import read_json, write_json_whole
 
 SCHEMA_VERSION = 1
 PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall", "other")
@@ -80,7 +80,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write the summary to `path`, completely or not at all. NaN and infinity become words, as in the metrics."""
-        write_json_whole(path, to_words(dataclasses.asdict(self)))
+        write_json(path, to_words(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Summary:

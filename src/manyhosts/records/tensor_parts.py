@@ -24,7 +24,7 @@ class Box:
     shape: Shape
 
     @classmethod
-    def whole(cls, shape: Shape) -> Box:
+    def full(cls, shape: Shape) -> Box:
         """All of a tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
@@ -76,8 +76,8 @@ def flaw(shape: Shape, boxes: Iterable[Box]) -> str:
     if not math.prod(shape):
         return ""
     held = [box for box in boxes if box.size]
-    whole = Box.whole(shape)
-    if held == [whole]:
+    full = Box.full(shape)
+    if held == [full]:
         return ""
     if any(len(box.shape) != len(shape) or len(box.offset) != len(shape) for box in held):
         return "a part of it has another number of dimensions"
@@ -87,13 +87,13 @@ def flaw(shape: Shape, boxes: Iterable[Box]) -> str:
     corners: Counter[Shape] = Counter()
     for box in held:
         _add_corners(corners, box, cut, 1)
-    _add_corners(corners, whole, cut, -1)
+    _add_corners(corners, full, cut, -1)
     if not any(corners.values()):
         return ""
     found = sum(box.size for box in held)
-    if found < whole.size:
-        return f"{whole.size - found} of its {whole.size} elements are missing"
-    return "parts of it overlap" if found > whole.size else "parts of it overlap, and others are missing"
+    if found < full.size:
+        return f"{full.size - found} of its {full.size} elements are missing"
+    return "parts of it overlap" if found > full.size else "parts of it overlap, and others are missing"
 
 
 def _add_corners(corners: Counter[Shape], box: Box, dimensions: Iterable[int], times: int) -> None:

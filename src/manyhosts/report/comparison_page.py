@@ -98,14 +98,14 @@ def _facts(run: Run) -> dict[str, str]:
 
 def _curves(runs: Sequence[Run], names: Sequence[str], *, column: int) -> str:
     """Training loss, every validated value, learning rate and speed: of all runs, against time (0) or steps (1)."""
-    below, whole = ("step", True) if column else ("seconds of training", False)
+    below, full = ("step", True) if column else ("seconds of training", False)
     titles = sorted({name for run in runs for _, _, values in run.history.validations for name in values})
     found = [
         figure(
             "Training loss",
             [_curve(name, run.history.loss.blocks(), column) for name, run in zip(names, runs, strict=True)],
             x=below,
-            whole_x=whole,
+            integral_x=full,
         )
     ]
     for title in titles:
@@ -113,12 +113,12 @@ def _curves(runs: Sequence[Run], names: Sequence[str], *, column: int) -> str:
             Curve(name, [(each[:2][column], each[2][title]) for each in run.history.validations if title in each[2]])
             for name, run in zip(names, runs, strict=True)
         ]
-        found.append(figure(f"Validation {title}", validated, x=below, whole_x=whole))
+        found.append(figure(f"Validation {title}", validated, x=below, integral_x=full))
     speeds = [_curve(name, run.history.speed.blocks(), column) for name, run in zip(names, runs, strict=True)]
-    found.append(figure("Speed of steps, in samples per second", speeds, x=below, whole_x=whole))
+    found.append(figure("Speed of steps, in samples per second", speeds, x=below, integral_x=full))
     if column:
         rates = [_curve(name, run.history.rate.blocks(), column) for name, run in zip(names, runs, strict=True)]
-        found.append(figure("Learning rate", rates, x=below, whole_x=whole))
+        found.append(figure("Learning rate", rates, x=below, integral_x=full))
     return grid(found) or paragraphs(["None of them has a step on record."])
 
 

@@ -27,7 +27,7 @@ class Curve:
     points: Points
 
 
-def figure(title: str, curves: Sequence[Curve], *, x: str, y: str = "", whole_x: bool = False) -> str:
+def figure(title: str, curves: Sequence[Curve], *, x: str, y: str = "", integral_x: bool = False) -> str:
     """A plot with its title and, of several curves, a legend; empty where no curve has a point that can be drawn.
 
     `x`, `y`: what is on the axes; `whole_x`: the numbers below are complete.
@@ -37,7 +37,7 @@ def figure(title: str, curves: Sequence[Curve], *, x: str, y: str = "", whole_x:
         return ""
     legend = "".join(_key(number, curve.name) for number, curve in shown) if len(curves) > 1 else ""
     caption = f'<figcaption><b>{escape(title)}</b><span class="legend">{legend}</span></figcaption>'
-    return f"<figure>{caption}{_drawn(title, shown, x, y, whole_x)}</figure>"
+    return f"<figure>{caption}{_drawn(title, shown, x, y, integral_x)}</figure>"
 
 
 def grid(figures: Sequence[str]) -> str:
@@ -46,13 +46,13 @@ def grid(figures: Sequence[str]) -> str:
     return f'<div class="plots">{found}</div>' if found else ""
 
 
-def ticks(low: float, high: float, most: int = _MOST_TICKS, *, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, most: int = _MOST_TICKS, *, full: bool = False) -> list[float]:
     """At most `most` round numbers from `low` to `high`, at least one."""
     span = (high - low) or abs(high) or 1.0
     step = 10.0 ** math.floor(math.log10(span / most))
     for factor in (1, 2, 5, 10, 20):
         every = step * factor
-        if whole:
+        if full:
             every = max(1.0, round(every))
         first, last = math.ceil(low / every - 1e-9), math.floor(high / every + 1e-9)
         if last - first < most:
@@ -82,9 +82,9 @@ class _Axis:
         low, high, at = (math.log10(each) if self.is_log else each for each in (self.low, self.high, value))
         return self.begin + (at - low) / ((high - low) or 1.0) * (self.end - self.begin)
 
-    def labels(self, *, whole: bool = False) -> list[float]:
+    def labels(self, *, full: bool = False) -> list[float]:
         if not self.is_log:
-            return ticks(self.low, self.high, whole=whole)
+            return ticks(self.low, self.high, full=full)
         first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
         every = max(1, -(-(last - first + 1) // _MOST_TICKS))
         powers = [10.0**power for power in range(first, last + 1, every)]
@@ -94,11 +94,11 @@ class _Axis:
         return [value for value in halves if self.low <= value <= self.high] or [self.low, self.high]
 
 
-def _drawn(title: str, shown: Sequence[tuple[int, Curve]], x: str, y: str, whole_x: bool) -> str:
+def _drawn(title: str, shown: Sequence[tuple[int, Curve]], x: str, y: str, integral_x: bool) -> str:
     points = [point for _, curve in shown for point in _finite(curve.points)]
     across = _axis([point[0] for point in points], _LEFT, _WIDTH - _RIGHT)
     up = _axis([point[1] for point in points], _HEIGHT - _BOTTOM, _TOP, may_be_log=True)
-    parts = [*_rules(across, up, x, y, whole_x), *(_line(number, curve, across, up) for number, curve in shown)]
+    parts = [*_rules(across, up, x, y, integral_x), *(_line(number, curve, across, up) for number, curve in shown)]
     return (
         f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
         + "".join(parts)
@@ -116,14 +116,14 @@ def _axis(values: Sequence[float], begin: float, end: float, *, may_be_log: bool
     return _Axis(low, high, begin, end)
 
 
-def _rules(across: _Axis, up: _Axis, x: str, y: str, whole_x: bool) -> list[str]:
+def _rules(across: _Axis, up: _Axis, x: str, y: str, integral_x: bool) -> list[str]:
     """The grid, the numbers at it, and what they count."""
     parts = []
     for value in up.labels():
         at = up.place(value)
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{at + 5:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in across.labels(whole=whole_x):
+    for value in across.labels(full=integral_x):
         at = across.place(value)
         parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
         parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{short(value)}</text>')

@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.listeners.figures import number
-from manyhosts.records.whole_file import read_json
+from manyhosts.records.atomic_file import read_json
 from manyhosts.report import pictures
 from manyhosts.report.curves import Curve, figure, grid
 from manyhosts.report.page import paragraphs, table
@@ -97,9 +97,9 @@ def _confusion(found: Mapping[str, Any]) -> str:
     head = "".join(f'<th scope="col">{label}</th>' for label in range(len(counts)))
     body = ""
     for label, row in enumerate(counts):
-        whole = sum(row) or 1
+        full = sum(row) or 1
         cells = "".join(
-            f'<td style="background:{shade(0.75 * count / whole) if count else "none"}">{count or ""}</td>'
+            f'<td style="background:{shade(0.75 * count / full) if count else "none"}">{count or ""}</td>'
             for count in row
         )
         body += f'<tr><th scope="row">{label}</th>{cells}</tr>'

@@ -35,7 +35,7 @@ def run_page(run: Run) -> str:
         Section("", pairs(result(run))),
         Section("Curves", curves(run)),
         Section("On held-out data", held_out.section(run.directory.path)),
-        Section("Where the time went", _whole(run) + where_time_went(run)),
+        Section("Where the time went", _total(run) + where_time_went(run)),
         Section("Workers and steps", workers_by_steps(run)),
         Section("What happened", time_line(run) + happenings(run)),
         Section("The first batch", pictures.of(run.directory.first_batch)),
@@ -89,22 +89,22 @@ def result(run: Run) -> list[tuple[str, str]]:
     return found
 
 
-def _whole(run: Run) -> str:
+def _total(run: Run) -> str:
     """One bar of all the time from start to end, with what lies between the steps."""
     if not run.history.steps or run.spent is None:
         return ""
     seconds = run.spent.seconds
-    whole = sum(max(0.0, value) for value in seconds.values()) or 1.0
+    total = sum(max(0.0, value) for value in seconds.values()) or 1.0
     pieces, at = [], 0.0
     for cause in CAUSES:
-        share = max(0.0, seconds[cause]) / whole
+        share = max(0.0, seconds[cause]) / total
         if share:
             words = f"{SHORT[cause]}: {seconds_in_words(seconds[cause])}, {100 * share:.1f} %"
             pieces.append(Piece(at, at + share, COLOURS[cause], words))
         at += share
-    seen = [cause for cause in CAUSES if seconds[cause] > 0.0005 * whole]
-    keys = [(f"{SHORT[cause]} {100 * seconds[cause] / whole:.1f} %", COLOURS[cause]) for cause in seen]
-    drawn = strips([Strip("start to end", pieces, seconds_in_words(whole))], label="The time of the entire run")
+    seen = [cause for cause in CAUSES if seconds[cause] > 0.0005 * total]
+    keys = [(f"{SHORT[cause]} {100 * seconds[cause] / total:.1f} %", COLOURS[cause]) for cause in seen]
+    drawn = strips([Strip("start to end", pieces, seconds_in_words(total))], label="The time of the entire run")
     return drawn + legend(keys) + paragraphs(["Each step, on average:"])
 
 

@@ -68,12 +68,12 @@ def curves(run: Run) -> str:
     trained = Curve("training", [(step, loss) for _, step, loss in history.loss.blocks()])
     names = sorted({name for _, _, values in history.validations for name in values} - {"loss"})
     validated = {name: Curve("validation", validation_curve(history, name)) for name in ("loss", *names)}
-    found = [plot("Loss", [trained, validated["loss"]], x="step", whole_x=True)]
-    found += [plot(f"Validation {name}", [validated[name]], x="step", whole_x=True) for name in names]
+    found = [plot("Loss", [trained, validated["loss"]], x="step", integral_x=True)]
+    found += [plot(f"Validation {name}", [validated[name]], x="step", integral_x=True) for name in names]
     rates = Curve("learning rate", [(step, value) for _, step, value in history.rate.blocks()])
     speeds = Curve("speed", [(step, value) for _, step, value in history.speed.blocks()])
-    found.append(plot("Learning rate", [rates], x="step", whole_x=True))
-    found.append(plot("Speed of steps, in samples per second", [speeds], x="step", whole_x=True))
+    found.append(plot("Learning rate", [rates], x="step", integral_x=True))
+    found.append(plot("Speed of steps, in samples per second", [speeds], x="step", integral_x=True))
     return grid(found) or paragraphs(["No step is on record, so there is nothing to draw yet."])
 
 
@@ -119,31 +119,31 @@ def time_line(run: Run) -> str:
     if not history.stretches:
         return ""
     begin, end = history.stretches[0].begin, max(stretch.end for stretch in history.stretches)
-    whole = max(end - begin, 1e-9)
+    total = max(end - begin, 1e-9)
 
     def moments(kind: str, colour: str) -> list[Piece]:
         return [
-            Piece((each.time - begin) / whole, (each.time - begin) / whole, colour, each.text)
+            Piece((each.time - begin) / total, (each.time - begin) / total, colour, each.text)
             for each in history.happenings
             if each.kind == kind
         ]
 
     trained = [
         Piece(
-            (each.begin - begin) / whole,
-            (each.end - begin) / whole,
+            (each.begin - begin) / total,
+            (each.end - begin) / total,
             STATUS_COLOURS.get(each.status, RED),
             each.status or "training",
         )
         for each in history.stretches
     ]
-    saved = [Piece((when - begin) / whole, (when - begin) / whole, COLOURS["snapshot"]) for when in history.snapshots]
+    saved = [Piece((when - begin) / total, (when - begin) / total, COLOURS["snapshot"]) for when in history.snapshots]
     rows = [
         Strip("training", trained, amount(len(history.stretches), "start")),
         Strip("validations", moments("validation", COLOURS["evaluation"]), str(len(history.validations))),
         Strip("snapshots", saved, str(len(saved))),
         Strip("continued after a failure", moments("restart", RED), str(history.restarts)),
-        *(Strip(f"slow: {who}", _slow_pieces(changes, begin, end, whole)) for who, changes in history.slow.items()),
+        *(Strip(f"slow: {who}", _slow_pieces(changes, begin, end, total)) for who, changes in history.slow.items()),
     ]
     shown = [row for row in rows if row.pieces]
     ends = tuple(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) for when in (begin, end))
@@ -180,8 +180,8 @@ def _bar(spent: Spent, longest: float) -> list[Piece]:
 def _times_table(totals: dict[Who, Spent]) -> list[list[str]]:
     rows = [["worker", "steps", "a step", *(PART_NAMES[part] for part in PARTS)]]
     for who, spent in totals.items():
-        whole = sum(spent.seconds.values()) or 1.0
-        shares = [f"{100 * spent.seconds.get(part, 0.0) / whole:.1f} %" for part in PARTS]
+        total = sum(spent.seconds.values()) or 1.0
+        shares = [f"{100 * spent.seconds.get(part, 0.0) / total:.1f} %" for part in PARTS]
         rows.append([str(who), f"{spent.steps:,}", _milliseconds(spent.step_s), *shares])
     return rows
 
@@ -201,13 +201,13 @@ def _between(first: int, last: int) -> tuple[str, ...]:
     return (f"{first:,}", f"{(first + last) // 2:,}", f"{last:,}")
 
 
-def _slow_pieces(changes: Sequence[tuple[float, float]], begin: float, end: float, whole: float) -> list[Piece]:
+def _slow_pieces(changes: Sequence[tuple[float, float]], begin: float, end: float, total: float) -> list[Piece]:
     pieces = []
     for place, (when, factor) in enumerate(changes):
         until = changes[place + 1][0] if place + 1 < len(changes) else end
         if factor > _LEAST_SLOW:
             words = f"{factor:.1f} times as slow"
-            pieces.append(Piece((when - begin) / whole, (until - begin) / whole, RED, words))
+            pieces.append(Piece((when - begin) / total, (until - begin) / total, RED, words))
     return pieces
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.snapshot.tensors import bytes_of, dtype_name
 
 Fingerprint = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -47,7 +47,7 @@ def _words(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} of shape ({', '.join(str(side) for side in shape)})"
 
 
-def weights_sha256(model: nn.Module, holding: Holding = WHOLE) -> str:
+def weights_sha256(model: nn.Module, holding: Holding = UNCUT) -> str:
     """The sha256 of all parameters and persistent buffers in name order: equal hash, equal bits. Pass the bare one.
 
     `holding`: what this worker holds of them. Where that is not all, every worker calls this, and one full tensor
@@ -56,11 +56,11 @@ def weights_sha256(model: nn.Module, holding: Holding = WHOLE) -> str:
     return tensors_sha256(_tensors(model), holding)
 
 
-def tensors_sha256(tensors: Mapping[str, Tensor], holding: Holding = WHOLE) -> str:
+def tensors_sha256(tensors: Mapping[str, Tensor], holding: Holding = UNCUT) -> str:
     """The sha256 over name, dtype, shape and bytes of each tensor, in name order, wherever they are kept."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = holding.whole(tensors[name]).detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = holding.full(tensors[name]).detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{name}\0{dtype_name(tensor.dtype)}\0{tuple(tensor.shape)}\0".encode())
         digest.update(bytes_of(tensor))
     return digest.hexdigest()
@@ -118,9 +118,9 @@ def _words_of(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor as int64, shape (words,), the last word filled up with zeros."""
     flat = tensor.reshape(-1).view(torch.uint8)
     if flat.numel() % 8 or flat.storage_offset() % 8:
-        whole = flat.new_zeros(-(-flat.numel() // 8) * 8)
-        whole[: flat.numel()] = flat
-        flat = whole
+        full = flat.new_zeros(-(-flat.numel() // 8) * 8)
+        full[: flat.numel()] = flat
+        flat = full
     return flat.view(torch.int64)
 
 

@@ -54,9 +54,9 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         raise SnapshotError(
             "the state is nested too deep, or contains itself", where="state", fix="keep it as flat lists and dicts"
         ) from None
-    whole = {name: held for name, held in flattener.held.items() if isinstance(held, Tensor)}
+    full = {name: held for name, held in flattener.held.items() if isinstance(held, Tensor)}
     parts = {name: held for name, held in flattener.held.items() if isinstance(held, TensorPart)}
-    return FlatState(nodes, whole, parts)
+    return FlatState(nodes, full, parts)
 
 
 @dataclass(slots=True)

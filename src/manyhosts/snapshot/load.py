@@ -82,7 +82,7 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
     verify(path, left_to_others=others)
     records = records_of(InFolder(path), manifest)
     check_owns(InFolder(path), manifest, left_to_others=others)
-    state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records).whole)
+    state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records).full)
     owns = Owns(path, manifest.files, manifest.world_size)
     return Loaded(path=path, manifest=manifest, records=records, state=state, owns=owns)
 
@@ -101,7 +101,7 @@ def _shares(manifest: Manifest, checkers: int) -> dict[str, int]:
     return shares
 
 
-def newest_whole(folder: Path, *, content: bool = True) -> Found | None:
+def newest_complete(folder: Path, *, content: bool = True) -> Found | None:
     """The newest snapshot in `folder` that is complete, by every byte or only by sizes where not `content`; or None."""
     for found in found_in(folder):
         if found.how != "half" and found.step >= 0 and (found.path / NAME).exists():

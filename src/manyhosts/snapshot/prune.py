@@ -14,7 +14,7 @@ def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> l
     What lies beyond `newest` is left alone: the run fell back behind it, because it was damaged or of another model,
     and it will be written again or looked at by somebody.
     """
-    whole, gone = [], []
+    complete, gone = [], []
     for found in found_in(folder):
         if found.step > newest or found.step < 0 or found.how == "half":
             continue
@@ -22,8 +22,8 @@ def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> l
             if found.step < newest:
                 gone.append(found.path)
         else:
-            whole.append(found.path)
-    return whole[keep:] + gone
+            complete.append(found.path)
+    return complete[keep:] + gone
 
 
 def older(listed: Sequence[Found], *, keep: int, newest: Found, step: int) -> list[Found]:
@@ -36,6 +36,6 @@ def older(listed: Sequence[Found], *, keep: int, newest: Found, step: int) -> li
     if newest.step < 0:
         return [found for found in others if found.step < 0]
     others = [found for found in others if 0 <= found.step <= step]
-    whole = [found for found in others if not found.how and found.step < step]
-    kept = {found.path for found in whole[: keep - 1]}
+    complete = [found for found in others if not found.how and found.step < step]
+    kept = {found.path for found in complete[: keep - 1]}
     return [found for found in reversed(others) if found.path not in kept]

@@ -24,7 +24,7 @@ from manyhosts.communication.world import World
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, read
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.load import newest_whole
+from manyhosts.snapshot.load import newest_complete
 
 COPIES = 2
 """Disks that keep each snapshot: the leader's and the next one."""
@@ -86,7 +86,7 @@ def _disks(world: World) -> list[int]:
 def bring_newest(folder: Path, world: World, disk: Disk) -> None:
     """Bring the newest snapshot that is complete on some host to all hosts that lack it. Every worker calls this."""
     is_first = first_of_disk(world)
-    own = newest_whole(folder) if is_first else None
+    own = newest_complete(folder) if is_first else None
     path = None if own is None else own.path
     reported = [word.split() for word in gather_words(world, "" if path is None else f"{path.name} {_content(path)}")]
     if not any(reported):

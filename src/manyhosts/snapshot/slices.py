@@ -30,9 +30,9 @@ class StoredTensor:
         """Of the full tensor."""
         return self.reader.records[self.name].shape
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """See `TensorReader.whole`."""
-        return self.reader.whole(self.name)
+        return self.reader.full(self.name)
 
     def block(self, box: Box) -> Tensor:
         """See `TensorReader.block`."""
@@ -40,7 +40,7 @@ class StoredTensor:
 
     def numpy(self) -> Any:
         """What was a numpy array."""
-        return self.whole().numpy()
+        return self.full().numpy()
 
 
 class TensorReader:
@@ -51,14 +51,14 @@ class TensorReader:
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
 
-    def whole(self, name: str) -> Tensor:
+    def full(self, name: str) -> Tensor:
         """A tensor, in memory of its own.
 
         Raises:
             KeyError: there is none of that name.
             SnapshotError: it cannot be read.
         """
-        return self.block(name, Box.whole(self.records[name].shape))
+        return self.block(name, Box.full(self.records[name].shape))
 
     def stored(self, name: str) -> StoredTensor:
         """A tensor that is read when it is asked for it."""
@@ -73,7 +73,7 @@ class TensorReader:
             SnapshotError: it cannot be read.
         """
         record = self.records[name]
-        if not _holds(Box.whole(record.shape), box):
+        if not _holds(Box.full(record.shape), box):
             raise ValueError(f"[{box}] reaches beyond {name}, whose shape is {record.shape}")
         for file, part in record.parts.items():
             if part == box:

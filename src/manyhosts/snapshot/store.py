@@ -33,7 +33,7 @@ from manyhosts.snapshot.commit import Part, discard, hear, remove_halves, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.flatten import flatten
-from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_whole
+from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_complete
 from manyhosts.snapshot.merged import merged
 from manyhosts.snapshot.prune import surplus
 from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers
@@ -270,7 +270,7 @@ class Store:
         keeps_all = self.apart and self._world.rank in keepers(self._world)
         if not (self._world.is_leader or keeps_all):
             return None
-        kept = newest_whole(self.folder)
+        kept = newest_complete(self.folder)
         for found in reversed(found_in(self.folder)):
             if found.step >= 0 and found.how != "half" and found != kept and not self._holds(found.path):
                 with suppress(OSError):

@@ -108,8 +108,8 @@ def share_of(shared: FlatState, own: FlatState | None, *, rank: int, writers: in
 
 
 def _wanted(shared: FlatState) -> Wanted:
-    whole: dict[str, Any] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in shared.tensors.items()}
-    return whole | {name: (part.local.dtype, part.shape) for name, part in shared.parts.items()}
+    full: dict[str, Any] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in shared.tensors.items()}
+    return full | {name: (part.local.dtype, part.shape) for name, part in shared.parts.items()}
 
 
 def write_files(task: Task, owns: Owns, disk: Disk) -> Part:

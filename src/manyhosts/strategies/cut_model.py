@@ -120,7 +120,7 @@ class CutModel:
         """Whether there were copies when the workers began: where one is lost, the others continue without it."""
         self.plan: dict[str, Any] = {}
         """How the model is cut, in plain values: what a worker that comes late must know."""
-        self._whole = False
+        self._full = False
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: it remembers nothing."""
@@ -145,23 +145,23 @@ class CutModel:
 
     def prepare_update(self) -> None:
         """Return when all workers have all that their updates take: from here on each can make its own alone."""
-        if self.world.membership is None or not self.in_copies or self._whole:
+        if self.world.membership is None or not self.in_copies or self._full:
             return
-        self._whole = True
+        self._full = True
         self.world.barrier()
-        self._whole = False  # the update follows, and nothing breaks it off
+        self._full = False  # the update follows, and nothing breaks it off
 
     @property
-    def whole(self) -> bool:
+    def full(self) -> bool:
         """Whether lacking is only the word that all have all that their updates take."""
-        return self._whole
+        return self._full
 
     def let_go(self) -> None:
         """Nothing is sent by other threads."""
 
     def step_back(self) -> None:
         """Nothing is kept of a step beside gradients, which the next one begins again."""
-        self._whole = False
+        self._full = False
 
     def shared_state(self) -> dict[str, Any]:
         """Nothing."""
@@ -172,7 +172,7 @@ class CutModel:
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Sum gradients over the copies that there are now. Nothing is lost with those that are gone."""
-        self._whole = False
+        self._full = False
         self.agreed.forget()
         return ""
 

@@ -136,11 +136,11 @@ class OuterSteps(LocalStepping):
 
     def _exchange(self, fragment: Fragment, link: Link) -> None:
         """The way of an outer gradient, in a communication queue."""
-        whole = fragment.moved + fragment.residual
-        fragment.moved.copy_(whole)
+        full = fragment.moved + fragment.residual
+        fragment.moved.copy_(full)
         chunk = Chunk(fragment.moved, [as_real(each).shape for each in fragment.parameters], [fragment.number])
         sent = self.compression(chunk, link)
-        fragment.next_residual.copy_(torch.zeros_like(whole) if sent is None else whole - sent)
+        fragment.next_residual.copy_(torch.zeros_like(full) if sent is None else full - sent)
 
     @torch.no_grad()
     def _take(self, fragment: Fragment) -> None:

@@ -18,7 +18,7 @@ from manyhosts.strategies import local_rate
 from manyhosts.strategies.local_updates import LocalGradient, LocalState, local_tensors, weighted_mean
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.traits import TRAITS
-from manyhosts.strategies.whole_model import WholeModel
+from manyhosts.strategies.uncut_model import UncutModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def optimizers_from(local_progress: Sequence[LocalProgress], levels: Levels | No
     return givers
 
 
-class LocalStepping(WholeModel):
+class LocalStepping(UncutModel):
     """All of such a strategy but the exchange, which each adds."""
 
     def __init__(self, config: LocalSGD | DiLoCo, world: World) -> None:
@@ -193,9 +193,9 @@ class LocalStepping(WholeModel):
     # Workers that go and come.
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether this worker's gradient of the step under way is here."""
-        return self.alone.whole
+        return self.alone.complete
 
     def let_go(self) -> None:
         """Nothing is under way between two steps."""

@@ -120,7 +120,7 @@ class LocalGradient:
         where a node steps alone: its workers find their sum there, and it is read when the model is exchanged."""
         self.steps = 0
         """Since the last exchange."""
-        self.whole = False
+        self.complete = False
         """Whether the gradient of the step under way is here, and lacking is only the word that others have theirs."""
         self._before: tuple[float | Tensor, int] = (0.0, 0)
 
@@ -189,7 +189,7 @@ class LocalGradient:
         for parameter in model.parameters():
             parameter.grad = None
         tally = StepMetrics(control_flags, self.agreed, self.world)
-        self.whole, self._before = False, (self.share, self.steps)
+        self.complete, self._before = False, (self.share, self.steps)
         mine = sum(piece.weight for piece in pieces)
         own: float | Tensor = mine
         if self.together is None or self.buckets is None:
@@ -201,13 +201,13 @@ class LocalGradient:
         self._divide_by(own)
         self.share = self.share + own
         self.steps += 1
-        self.whole = True
+        self.complete = True
         self.world.wait(tally.start_sum())  # last: who has it knows that every worker has its gradient
         return tally.outcome()
 
     def step_back(self) -> None:
         """The step under way broke off, and will be done again."""
-        self.whole, (self.share, self.steps) = False, self._before
+        self.complete, (self.share, self.steps) = False, self._before
 
     def _share_of(self, together: Members, own: float) -> float | Tensor:
         """What those that step together have of the batch, of which this worker has `own`."""

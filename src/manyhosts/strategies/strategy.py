@@ -158,7 +158,7 @@ class Elastic(Protocol):
     """
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all that the step under way needs of others is here, and lacking is only the word that they have it,
         too. Then, where one of them has finished the step, this worker's part of it counts.
         """

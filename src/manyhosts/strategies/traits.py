@@ -19,7 +19,7 @@ class Traits:
     """Whether workers exchange something in every forward pass, so that all must make equally many."""
     computes_in_stages: bool = False
     """Whether a worker computes a stage of each forward pass, so that the others wait where it fails."""
-    holds_whole_model: bool = True
+    holds_full_model: bool = True
     """Whether each worker holds every tensor whole. Where not, `Strategy.holding` says what it holds."""
     survives_loss: bool = True
     """Whether the workers that are left can continue without one that is lost. Then it has the calls of `Elastic`;
@@ -34,12 +34,12 @@ class Traits:
 TRAITS = {
     "single": Traits(survives_loss=False),
     "ddp": Traits(),
-    "fsdp": Traits(communicates_in_forward=True, holds_whole_model=False),
-    "pipeline": Traits(communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False),
+    "fsdp": Traits(communicates_in_forward=True, holds_full_model=False),
+    "pipeline": Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False),
     "pipedream": Traits(
-        communicates_in_forward=True, computes_in_stages=True, holds_whole_model=False, survives_loss=False
+        communicates_in_forward=True, computes_in_stages=True, holds_full_model=False, survives_loss=False
     ),
-    "tensor": Traits(communicates_in_forward=True, holds_whole_model=False, survives_loss=False),
+    "tensor": Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),
     "diloco": Traits(synchronous=False),

@@ -17,14 +17,14 @@ Units = dict[str, nn.Module]
 """By name, none inside another, in the order of the model."""
 
 
-def is_whole(parameter: Tensor) -> bool:
+def is_uncut(parameter: Tensor) -> bool:
     """Whether each worker keeps all of it: a single number without dims, such as a learned temperature."""
     return parameter.dim() == 0
 
 
 def has_parts(module: nn.Module) -> bool:
     """Whether there is anything in `module` that is cut."""
-    return not all(map(is_whole, module.parameters()))
+    return not all(map(is_uncut, module.parameters()))
 
 
 def find_units(model: nn.Module, patterns: Sequence[str]) -> Units:
@@ -99,7 +99,7 @@ def _shared(model: nn.Module, units: Units) -> dict[str, str]:
     """The units of which a parameter also is outside, with its name inside."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not is_whole(parameter):
+        if not is_uncut(parameter):
             places.setdefault(id(parameter), []).append(name)
     found = {}
     for unit in units:

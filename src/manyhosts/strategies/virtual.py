@@ -31,10 +31,10 @@ from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, LocalSums, outcome, resolve_names
 from manyhosts.strategies.traits import TRAITS
-from manyhosts.strategies.whole_model import WholeModel
+from manyhosts.strategies.uncut_model import UncutModel
 
 
-class VirtualWorkers(WholeModel):
+class VirtualWorkers(UncutModel):
     """`parts` virtual workers, shared out over the real ones."""
 
     traits = TRAITS["virtual"]
@@ -98,7 +98,7 @@ class VirtualWorkers(WholeModel):
         return TreeBuckets(parameters, self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6))
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Never: whoever is behind takes everything from one that is not."""
         return False
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from manyhosts.control.agent import warm
 from manyhosts.errors import ConfigError
 from manyhosts.records import run_lock
-from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.study import fits
 from manyhosts.study.points import MOST_POINTS, Asked, Point, command
 from manyhosts.study.rows import Row, Size, compared, read, samples_per_second, sizes
@@ -348,4 +348,4 @@ def _let_end(point: Point, place: Place, progress: Progress, signals: Signals) -
 
 def write(study: Study) -> None:
     """Put `study.json` into the folder, completely or not at all."""
-    write_json_whole(study.folder / NAME, study.to_json())
+    write_json(study.folder / NAME, study.to_json())

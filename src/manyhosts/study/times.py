@@ -124,10 +124,10 @@ def _window(line: Line) -> _Window | None:
         "snapshot": max(worker["snapshot_stall"] for worker in workers),
     }
     seconds["straggler"] = max(0.0, total - sum(seconds.values()))
-    whole = sum(seconds.values())
-    if whole <= 0:
+    total = sum(seconds.values())
+    if total <= 0:
         return None
-    shares = {cause: part / whole for cause, part in seconds.items()}
+    shares = {cause: part / total for cause, part in seconds.items()}
     return _Window(after=line["step"] - line["steps"], upto=line["step"], shares=shares)
 
 
@@ -235,11 +235,11 @@ class Clock:
         """The seconds of all steps by cause, but for `other`: as all workers reported them, else the leader's own."""
         windows = sorted(self.windows, key=lambda window: window.upto)
         columns = [self.own[place :: 2 + len(_OWN)] for place in range(2 + len(_OWN))]
-        for step, whole, *parts in zip(*columns, strict=True):
+        for step, total, *parts in zip(*columns, strict=True):
             place = bisect_left(windows, step, key=lambda window: window.upto)
             if place < len(windows) and windows[place].after < step:
                 for cause, share in windows[place].shares.items():
-                    self.seconds[cause] += share * whole
+                    self.seconds[cause] += share * total
             else:
                 for part, seconds in zip(_OWN, parts, strict=True):
                     self.seconds[_OWN[part]] += seconds

@@ -182,7 +182,7 @@ class Run(Session):
                     where="mh.Run(optimizers=…)",
                     fix="write lambda params: torch.optim.AdamW(params, lr=1e-3)",
                 )
-            fuse(found, holds_whole_model=True)
+            fuse(found, holds_full_model=True)
             made[name] = found
         combined = CombinedOptimizer(made)
         schedulers: dict[str, LRScheduler] = {name: make(made[name]) for name, make in self._schedulers.items()}

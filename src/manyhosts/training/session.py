@@ -49,7 +49,7 @@ from manyhosts.training.setup.parameter_groups import MakeOptimizer
 from manyhosts.training.setup.run_place import RunPlace
 from manyhosts.training.state.recovery import layout_of
 from manyhosts.training.state.registry import TrainerState
-from manyhosts.training.state.sharded_state import whole_state
+from manyhosts.training.state.sharded_state import full_state
 from manyhosts.training.state.weights import Used, best_model, frozen, holding, load_initial
 from manyhosts.training.telemetry.result import Result
 
@@ -232,7 +232,7 @@ class Session:
         """What all workers do together, and once more from its beginning where some are lost meanwhile."""
         world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
         layout = None if parts is None else layout_of(parts)
-        if parts is None or parts.strategy.traits.holds_whole_model:
+        if parts is None or parts.strategy.traits.holds_full_model:
             alike = calls.layout is None  # a worker that comes late knows how one model is cut, and of no other
         else:
             alike = layout is not None and calls.trainers == 1
@@ -344,11 +344,11 @@ class Session:
         state: Mapping[str, Any] = {}
         if best is None:
             with self.parts.callbacks.evaluated(self.parts.trained):
-                state = whole_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_leader)
+                state = full_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_leader)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         else:
             base, holding = self.parts.frozen_base.tensors(), self.parts.strategy.holding
-            state = whole_state(base, holding, keep=self.world.is_leader)  # which the best model may be kept without
+            state = full_state(base, holding, keep=self.world.is_leader)  # which the best model may be kept without
         error: ConfigError | None = None
         if self.world.is_leader:
             try:

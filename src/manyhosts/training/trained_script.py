@@ -226,7 +226,7 @@ def _take(trainer: Session, path: Path) -> Loaded:
     if parts.world.any(error is not None) or loaded is None:
         raise error or SnapshotError("another worker cannot read it", where=str(path), fix="see what that one says")
     try:
-        if not parts.strategy.traits.holds_whole_model:
+        if not parts.strategy.traits.holds_full_model:
             put_weights(parts, state_of(loaded, parts))
         else:
             put_stored(parts.model, loaded.stored["model"], may_lack=parts.frozen_base.names)
@@ -250,7 +250,7 @@ def put_stored(model: nn.Module, stored: Mapping[str, Any], *, may_lack: Collect
         raise SnapshotError(f"{other[0]} is on one side alone", where="the model", fix="use the script of that run")
     for name, tensor in own.items():
         if isinstance(tensor, Tensor) and name in stored:
-            write(tensor, stored[name].whole())
+            write(tensor, stored[name].full())
     if extra := {name: stored[name] for name, value in own.items() if not isinstance(value, Tensor)}:
         model.load_state_dict(extra, strict=False)
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from manyhosts.control.agent.processes import die_with_parent
 from manyhosts.errors import ConfigError
+from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
-from manyhosts.records.whole_file import read_json, write_json_whole
 
 DONE = ("completed", "stopped early")
 """How a run ends that need not be run again."""
@@ -73,7 +73,7 @@ class Outcome:
 
     def write(self, place: Place) -> None:
         """Keep it for the next series."""
-        write_json_whole(place.outcome, asdict(self))
+        write_json(place.outcome, asdict(self))
 
 
 def outcome_of(place: Place) -> Outcome:

@@ -18,8 +18,8 @@ from typing import Any
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import extras
 from manyhosts.records import run_lock
+from manyhosts.records.atomic_file import read_json
 from manyhosts.records.follower import Follower
-from manyhosts.records.whole_file import read_json
 from manyhosts.trials.runs import LOOK_S, Place, Signals, Trial
 from manyhosts.tune import search
 from manyhosts.tune.asked import Asked, Slot
@@ -182,7 +182,7 @@ class KeptTrials:
         spent = sum(float(each.user_attrs.get("seconds", 0.0)) for each in self.all() if each.number not in own)
         return spent + float(self.attribute("range test seconds", 0.0))
 
-    def whole_s(self) -> list[float]:
+    def complete_s(self) -> list[float]:
         """How long each took that ran to its end, rising."""
         done = [each.user_attrs for each in self.all() if each.user_attrs.get("status") == "completed"]
         return sorted(each["seconds"] + each.get("before", 0.0) for each in done)

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from manyhosts.records.whole_file import read_json
+from manyhosts.records.atomic_file import read_json
 from manyhosts.report import curves
 from manyhosts.report.page import Section, as_typed, page, pairs, paragraphs, table
 from manyhosts.tune.budget import Spent, in_words
@@ -58,7 +58,7 @@ def _history(trials: Sequence[Mapping[str, Any]], metric: str, *, maximise: bool
         so_far = max(so_far, value) if maximise else min(so_far, value)
         best.append((number, so_far))
     drawn = [curves.Curve("each trial", points), curves.Curve("the best so far", best)]
-    return curves.figure(f"{metric} by trial", drawn, x="trial", y=metric, whole_x=True)
+    return curves.figure(f"{metric} by trial", drawn, x="trial", y=metric, integral_x=True)
 
 
 def _importance(found: Mapping[str, float]) -> str:

@@ -82,12 +82,12 @@ class Parameter:
             low, high, *more = map(float, numbers.split(":"))
         except ValueError as cause:
             raise ConfigError(f"cannot read {text!r}", where="--search", fix=_FORMS) from cause
-        is_whole = not kind.startswith("int") or all(map(float.is_integer, (low, high, *more)))
+        is_uncut = not kind.startswith("int") or all(map(float.is_integer, (low, high, *more)))
         for is_wrong, why in (
             (not (math.isfinite(low) and math.isfinite(high)) or len(more) > 1, "its range is not two numbers"),
             (low >= high, f"{low:g} is not below {high:g}"),
             ("log" in kind and low <= 0, f"{low:g} has no logarithm"),
-            (not is_whole or (more and more[0] < 1), "it needs integers"),
+            (not is_uncut or (more and more[0] < 1), "it needs integers"),
         ):
             if is_wrong:
                 raise ConfigError(f"cannot search {text}: {why}", where="--search", fix=_FORMS)

@@ -20,8 +20,8 @@ from typing import Any
 from manyhosts.control.agent import warm
 from manyhosts.errors import ConfigError, ManyhostsError, ScriptError
 from manyhosts.records import metrics, run_lock
+from manyhosts.records.atomic_file import write_json
 from manyhosts.records.follower import Follower
-from manyhosts.records.whole_file import write_json_whole
 from manyhosts.trials.runs import LOOK_S, Place, Signals, Trial
 from manyhosts.tune import range_test, search
 from manyhosts.tune.asked import Asked, Slot
@@ -157,7 +157,7 @@ class Tuner:
 
     def estimate(self) -> float | None:
         """What a trial is reckoned to take that no one stops, in seconds; None: nothing is known yet."""
-        if done := self.kept.whole_s():
+        if done := self.kept.complete_s():
             return float(done[min(len(done) - 1, int(_SAFE * len(done)))])
         running = [
             (each.before + each.run.seconds) * each.steps[1] / each.steps[0] for each in self.under_way if each.steps[0]
@@ -353,14 +353,14 @@ class Tuner:
     def write(self) -> None:
         """Put `tune.json` into the folder, and what was asked next to it."""
         self._keep_time()
-        write_json_whole(self.folder / NAME, self.to_json())
+        write_json(self.folder / NAME, self.to_json())
         names = [(each.name, each.kind, each.low, each.high, each.step, each.choices) for each in self.parameters]
         asked = {
             "schema_version": SCHEMA_VERSION, **self.asked.in_common(), "maximise": self.asked.maximise,
             "sampler": self.asked.sampler, "pruner": self.asked.pruner, "parameters": names, "reason": self.reason,
             "importance": self.importance,
         }  # fmt: skip
-        write_json_whole(self.folder / ASKED, asked)
+        write_json(self.folder / ASKED, asked)
 
     def to_json(self) -> dict[str, Any]:
         """What `tune.json` holds."""

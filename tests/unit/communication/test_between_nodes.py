@@ -27,7 +27,7 @@ NAMES = ["bf16", "fp16", "int8", "topk"]
 class Halves:
     """Sends half of each number, and must see whole tensors."""
 
-    whole_tensors = True
+    full_tensors = True
 
     def __call__(self, chunk: Chunk, link: ThreadLink) -> Tensor:
         assert chunk.values.numel() == sum(math.prod(shape) for shape in chunk.shapes)

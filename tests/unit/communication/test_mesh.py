@@ -18,8 +18,8 @@ from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Elastic, FixedParts, InCopies
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.strategies.whole_model import SingleProcess
 
 
 @dataclass
@@ -99,7 +99,7 @@ def test_traits_say_what_each_strategy_has_the_calls_for() -> None:
     assert {id(kind.traits) for kind in kinds} == {id(traits) for traits in TRAITS.values()}
     for kind in kinds:
         assert has(kind, Elastic) or not kind.traits.survives_loss
-        assert has(kind, InCopies) or kind.traits.holds_whole_model or not kind.traits.survives_loss
+        assert has(kind, InCopies) or kind.traits.holds_full_model or not kind.traits.survives_loss
         assert kind.traits.synchronous == (not has(kind, LocalUpdates, but="givers"))
         assert kind.traits.computes_fixed_parts == has(kind, FixedParts)
 

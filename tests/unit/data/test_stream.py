@@ -59,23 +59,23 @@ def take(steps: Iterator[Step], count: int) -> list[tuple[int, Position, bool, l
     return found
 
 
-WHOLE = Cuts(Cut(1, 0, 1, None))
+UNCUT = Cuts(Cut(1, 0, 1, None))
 
 
 def test_epochs_follow_one_another_with_the_last_batch_partial() -> None:
-    found = take(stream(Remembering(10)).steps(WHOLE, Position(), {}), 4)
+    found = take(stream(Remembering(10)).steps(UNCUT, Position(), {}), 4)
     assert [values for *_, values in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
     assert [ends for _, _, ends, _ in found] == [False, False, True, False]
     assert [after for _, after, _, _ in found] == [Position(0, 4), Position(0, 8), Position(1, 0), Position(1, 4)]
 
 
 def test_drop_last_leaves_the_partial_batch_out() -> None:
-    found = take(stream(Remembering(10), drop_last=True).steps(WHOLE, Position(), {}), 3)
+    found = take(stream(Remembering(10), drop_last=True).steps(UNCUT, Position(), {}), 3)
     assert [(ends, len(values)) for _, _, ends, values in found] == [(False, 4), (True, 4), (False, 4)]
 
 
 def test_workers_together_read_what_one_reads_alone() -> None:
-    alone = take(stream(Numbers(10)).steps(WHOLE, Position(), {}), 4)
+    alone = take(stream(Numbers(10)).steps(UNCUT, Position(), {}), 4)
     parts = [
         take(stream(Numbers(10)).steps(Cuts(Cut(3, part, part + 1, None)), Position(), {}), 4) for part in range(3)
     ]
@@ -85,18 +85,18 @@ def test_workers_together_read_what_one_reads_alone() -> None:
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_going_on_gives_the_samples_that_would_have_come(processes: int) -> None:
-    whole = take(stream(Numbers(10)).steps(WHOLE, Position(), {}), 6)
+    whole = take(stream(Numbers(10)).steps(UNCUT, Position(), {}), 6)
     for done in range(1, 5):
         position = whole[done - 1][1]
-        assert take(stream(Numbers(10), processes=processes).steps(WHOLE, position, {}), 2) == whole[done : done + 2]
+        assert take(stream(Numbers(10), processes=processes).steps(UNCUT, position, {}), 2) == whole[done : done + 2]
 
 
 def test_dataset_with_a_state_is_not_read_again_from_the_start() -> None:
-    steps = stream(Remembering(100)).steps(WHOLE, Position(), {})
+    steps = stream(Remembering(100)).steps(UNCUT, Position(), {})
     for _ in range(5):
         step = next(steps)
     resumed = Remembering(100)
-    [(*_, values)] = take(stream(resumed).steps(WHOLE, step.after, step.stream), 1)
+    [(*_, values)] = take(stream(resumed).steps(UNCUT, step.after, step.stream), 1)
     assert values == [20, 21, 22, 23]
     assert resumed.read <= 8, "a step and the look ahead, not the 20 before"
 
@@ -112,7 +112,7 @@ class Once(IterableDataset[torch.Tensor]):
 
 
 def test_stream_that_is_empty_the_second_time_is_an_error() -> None:
-    steps = stream(Once()).steps(WHOLE, Position(), {})
+    steps = stream(Once()).steps(UNCUT, Position(), {})
     next(steps)
     with pytest.raises(DataError, match="gave no sample in epoch 1"):
         next(steps)

@@ -20,11 +20,11 @@ from manyhosts.planner.strategies.strategy import STRATEGIES
 
 BLOCKS = tuple(Block(share=share, parameter_bytes=100, sent_bytes=0.0) for share in (0.1, 0.1, 0.1, 0.7))
 CHAIN = replace(MEASURED, blocks=BLOCKS, micro_batch=2, device="cpu")
-WHOLE = STRATEGIES.load("single")
+UNCUT = STRATEGIES.load("single")
 
 
 def test_the_slowest_stage_decides_and_the_others_wait_for_its_ends() -> None:
-    alone = WHOLE(None).step(CHAIN, group(1)).compute
+    alone = UNCUT(None).step(CHAIN, group(1)).compute
     count = CHAIN.global_batch // 2
     slow = STRATEGIES.load("pipeline")(Pipeline()).step(replace(CHAIN, cores=8), group(2))
     # Stages take 0.3 and 0.7 of a pass: the first one's forward and backward pass are all that the slow one waits for.
@@ -46,7 +46,7 @@ def test_cut_layers_are_shared_out_and_the_rest_is_computed_by_all() -> None:
     cut = replace(MEASURED, cut_layers=layers, micro_batch=2, cores=8, device="cpu")
     tensor = STRATEGIES.load("tensor")(Tensor())
     step = tensor.step(cut, group(2))
-    assert step.compute == pytest.approx(0.75 * WHOLE(None).step(cut, group(1)).compute)
+    assert step.compute == pytest.approx(0.75 * UNCUT(None).step(cut, group(1)).compute)
     count = cut.global_batch // 2
     exposed = tensor.step(cut, group(2, latency_s=0.01, bytes_per_second=1e3)).communication_exposed
     assert exposed == pytest.approx(count * 4 * 2 * (0.01 + 2 * 100.0 / 2 / 1e3))

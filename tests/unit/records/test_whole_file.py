@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from manyhosts.errors import ConfigError
-from manyhosts.records import whole_file
-from manyhosts.records.whole_file import read_json, write_json_whole
+from manyhosts.records import atomic_file
+from manyhosts.records.atomic_file import read_json, write_json
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    write_json_whole(tmp_path / "deep" / "file.json", {"a": [1, 2.5, None, "ä"]})
+    write_json(tmp_path / "deep" / "file.json", {"a": [1, 2.5, None, "ä"]})
     assert read_json(tmp_path / "deep" / "file.json") == {"a": [1, 2.5, None, "ä"]}
 
 
@@ -26,17 +26,17 @@ def test_crash_before_the_rename_leaves_what_was_there_and_no_half(
     def cut(*_: object) -> None:
         raise Crash
 
-    write_json_whole(tmp_path / "file.json", {"old": True})
-    monkeypatch.setattr(whole_file.os, "replace", cut)
+    write_json(tmp_path / "file.json", {"old": True})
+    monkeypatch.setattr(atomic_file.os, "replace", cut)
     with pytest.raises(Crash):
-        write_json_whole(tmp_path / "file.json", {"new": True})
+        write_json(tmp_path / "file.json", {"new": True})
     assert read_json(tmp_path / "file.json") == {"old": True}
     assert os.listdir(tmp_path) == ["file.json"]
 
 
 def test_number_that_is_none_is_refused_where_nobody_would_understand_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json_whole(tmp_path / "file.json", {"a": float("nan")})
+        write_json(tmp_path / "file.json", {"a": float("nan")})
     assert not (tmp_path / "file.json").exists()
 
 

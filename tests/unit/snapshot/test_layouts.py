@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.communication.parts import TensorPart
 from manyhosts.records.manifest import Facts, Manifest
 from manyhosts.records.tensor_parts import TensorRecord
@@ -80,7 +80,7 @@ class Rows(Holding):
 def holdings(layout: str, module: nn.Module) -> Iterator[Holding]:
     workers, shard = LAYOUTS[layout]
     for rank in range(workers):
-        yield Rows(module, rank, shard) if shard else WHOLE
+        yield Rows(module, rank, shard) if shard else UNCUT
 
 
 def trained() -> tuple[Odd, torch.optim.Optimizer]:

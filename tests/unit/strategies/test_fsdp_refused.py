@@ -111,10 +111,10 @@ def test_a_parameter_that_was_kept_elsewhere_is_told_when_it_gets_a_gradient() -
 
 def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_workers_hold_parts() -> None:
     world, adafactor = World(Place()), torch.optim.Adafactor(nn.Linear(3, 3).parameters())
-    check_optimizer(adafactor, world, holds_whole_model=True)
-    check_optimizer(torch.optim.AdamW(nn.Linear(3, 3).parameters()), world, holds_whole_model=False)
+    check_optimizer(adafactor, world, holds_full_model=True)
+    check_optimizer(torch.optim.AdamW(nn.Linear(3, 3).parameters()), world, holds_full_model=False)
     with pytest.raises(ConfigError, match="Adafactor looks at full rows and columns"):
-        check_optimizer(adafactor, world, holds_whole_model=False)
+        check_optimizer(adafactor, world, holds_full_model=False)
 
 
 def test_buffer_of_inference_mode_is_refused_where_it_would_be_watched() -> None:

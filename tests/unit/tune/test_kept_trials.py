@@ -45,7 +45,7 @@ def test_trials_are_there_again_in_each_storage(where: str | None, tmp_path: Pat
     assert [each["status"] for each in again.to_json()] == ["completed"] * 3
     assert again.best().user_attrs["best"] == min(each["value"] for each in again.to_json())
     assert again.seconds(without=[0]) == 4.0
-    assert again.whole_s() == [2.0] * 3
+    assert again.complete_s() == [2.0] * 3
 
 
 @pytest.mark.parametrize("sampler", kept_trials.SAMPLERS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manyhosts.communication.compression.exchange import Chunk, Compression, takes_whole_tensors
+from manyhosts.communication.compression.exchange import Chunk, Compression, takes_full_tensors
 from manyhosts.communication.link import Link
 
 
@@ -26,7 +26,7 @@ class BetweenNodes:
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
-        self.whole_tensors = takes_whole_tensors(compression)
+        self.full_tensors = takes_full_tensors(compression)
 
     def worth_it(self, shape: torch.Size) -> bool:
         """What the compression itself says of a tensor."""
@@ -38,7 +38,7 @@ class BetweenNodes:
         if link.inside is None or link.across is None:
             return self.compression(chunk, link)
         before = link.across.bytes_sent
-        if self.whole_tensors:
+        if self.full_tensors:
             sent = self._by_one(chunk, link.inside, link.across)
         else:
             sent = self._by_parts(chunk, link.inside, link.across)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from manyhosts import device
 from manyhosts.communication import volume
-from manyhosts.communication.compression.exchange import Chunk, Compression, takes_whole_tensors, worth_it
+from manyhosts.communication.compression.exchange import Chunk, Compression, takes_full_tensors, worth_it
 from manyhosts.communication.compression.feedback import CHUNK_BYTES, exchange
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
@@ -146,7 +146,7 @@ def cost_of(
         elements += sum(parameter.numel() for parameter in large)
         if not large or rehearsed >= _SAMPLE:
             continue
-        for chunk in _chunks(large, whole=takes_whole_tensors(compression)):
+        for chunk in _chunks(large, full=takes_full_tensors(compression)):
             if rehearsed < _SAMPLE:
                 chunks.append(chunk)
                 rehearsed += chunk.values.numel()
@@ -191,11 +191,11 @@ def choose(costs: Mapping[str, Cost], network: Network, *, compute_s: float, hid
     return Choice(next(name for name in BY_LOSS if name in seconds and seconds[name] <= limit), seconds, network)
 
 
-def _chunks(parameters: Sequence[nn.Parameter], *, whole: bool) -> list[Chunk]:
+def _chunks(parameters: Sequence[nn.Parameter], *, full: bool) -> list[Chunk]:
     shapes = [parameter.shape for parameter in parameters]
     device = parameters[0].device
     count = sum(shape.numel() for shape in shapes)
-    if whole:
+    if full:
         return [Chunk(torch.randn(count, device=device), shapes, range(len(shapes)))]
     length = CHUNK_BYTES // 4
     sizes = [min(length, count - begin) for begin in range(0, count, length)]

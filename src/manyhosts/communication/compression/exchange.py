@@ -48,6 +48,6 @@ def worth_it(compression: Compression, parameter: nn.Parameter, *, above: int) -
     return True if judge is None else bool(judge(memory_shape(parameter)))
 
 
-def takes_whole_tensors(compression: Compression) -> bool:
+def takes_full_tensors(compression: Compression) -> bool:
     """Whether it looks at shapes, so that a tensor may not be cut over several chunks."""
     return bool(getattr(compression, "whole_tensors", False))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
-from manyhosts.communication.compression.exchange import Chunk, Compression, takes_whole_tensors, worth_it
+from manyhosts.communication.compression.exchange import Chunk, Compression, takes_full_tensors, worth_it
 from manyhosts.communication.layout import gradient_view, memory_shape
 from manyhosts.communication.link import Link
 
@@ -58,22 +58,22 @@ def exchange(
     What earlier steps `kept`, times `factor`, goes with it, and what is dropped is written to `together`; shape
     (elements,) both.
     """
-    whole = chunk.values.to(torch.promote_types(chunk.values.dtype, torch.float32))
+    full = chunk.values.to(torch.promote_types(chunk.values.dtype, torch.float32))
     if kept is not None:
         if factor is None:
-            whole = torch.add(whole, kept, out=together)
+            full = torch.add(full, kept, out=together)
         else:
-            whole = torch.addcmul(whole, kept, factor.to(kept), out=together)
+            full = torch.addcmul(full, kept, factor.to(kept), out=together)
     # The compression may write into the values; what it was given is needed after it, to see what was dropped.
-    values = chunk.values if chunk.values.dtype == whole.dtype else torch.empty_like(whole)
-    if values is not whole:
-        values.copy_(whole)
+    values = chunk.values if chunk.values.dtype == full.dtype else torch.empty_like(full)
+    if values is not full:
+        values.copy_(full)
     sent = compression(replace(chunk, values=values), link)
     if values is not chunk.values:
         chunk.values.copy_(values)
     if kept is None:
         return None
-    whole.zero_() if sent is None else whole.sub_(sent)
+    full.zero_() if sent is None else full.sub_(sent)
     return values.sum().isfinite()
 
 
@@ -143,7 +143,7 @@ class Compressor:
 
     def _chunks(self, sending: _Sending) -> list[tuple[Chunk, slice]]:
         values = sending.values
-        if takes_whole_tensors(self.compression):
+        if takes_full_tensors(self.compression):
             shapes = [memory_shape(parameter) for parameter in sending.parameters]
             return [(Chunk(values, shapes, sending.keys), slice(0, values.numel()))] if values.numel() else []
         length = max(1, CHUNK_BYTES // values.element_size())

@@ -25,7 +25,7 @@ _SEED = 0x905
 class PowerSGD:
     """Sends `rank * (rows + columns)` numbers in place of `rows * columns`."""
 
-    whole_tensors = True
+    full_tensors = True
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

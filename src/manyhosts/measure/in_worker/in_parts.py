@@ -43,7 +43,7 @@ def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> 
 
     asked, each = parts.settings.strategy, seconds / 3
     config = replace(cutting(asked)[-1], shard=None)
-    [whole] = _medians([passes(parts.strategy)], each)
+    [uncut] = _medians([passes(parts.strategy)], each)
     before = dict(parts.trained.named_parameters())
     for parameter in before.values():
         parameter.grad = None
@@ -58,15 +58,15 @@ def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> 
             root.set_reshard_after_forward(False)  # as with zero=2
         gathered_once, updated = _medians(step, each)
     return InParts(
-        passes_s=max(0.0, gathered_once - whole),
+        passes_s=max(0.0, gathered_once - uncut),
         regather_s=max(0.0, gathered_twice - gathered_once),
         update_s=max(0.0, updated - update_s / _WORKERS),
     )
 
 
-def _exchange_parameters(optimizer: Optimizer, whole: dict[str, nn.Parameter], cut: dict[str, nn.Parameter]) -> None:
+def _exchange_parameters(optimizer: Optimizer, uncut: dict[str, nn.Parameter], cut: dict[str, nn.Parameter]) -> None:
     """Let it step the parts, by a rate of zero, and know nothing of the full model."""
-    names = {id(parameter): name for name, parameter in whole.items()}
+    names = {id(parameter): name for name, parameter in uncut.items()}
     for group in optimizer.param_groups:
         group["params"] = [cut[names[id(parameter)]] for parameter in group["params"]]
         group["lr"] = group["lr"] * 0.0

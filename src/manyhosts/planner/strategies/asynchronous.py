@@ -14,7 +14,7 @@ from manyhosts.config.asynchronous import Hogwild, ParameterServer
 from manyhosts.planner.compute import slowdown
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory, model_bytes, whole
+from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.slowest import expected_largest
 from manyhosts.planner.step import Step, assemble, timeline
 from manyhosts.planner.strategies.ddp import TALLY_BYTES, way_of
@@ -57,7 +57,7 @@ class ServersModel:
         served = (model.parameters + model.optimizer) // self._servers(group)
         after = model.parameters + model.optimizer
         kept = model.parameters + served + (after if group.workers > 1 else 0)
-        return whole(model, workers=group.workers, strategy=max(0, kept - model.activations))
+        return uncut(model, workers=group.workers, strategy=max(0, kept - model.activations))
 
     def _servers(self, group: Group) -> int:
         asked = self.config.servers if isinstance(self.config, ParameterServer) else None

@@ -9,7 +9,7 @@ from manyhosts.config.strategies import DDP, Single
 from manyhosts.errors import ConfigError
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Bucket, Compression, Measured
-from manyhosts.planner.memory import Memory, model_bytes, whole
+from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer
 from manyhosts.planner.step import Step, Timeline, assemble, exposed_after, timeline
 
@@ -48,7 +48,7 @@ class DataParallelModel:
         """See `StrategyModel`. A compression keeps what it dropped, and what it will have dropped after the step."""
         keeps = self.config.compression != "none" and self.config.error_feedback and group.workers > 1
         kept = 2 * measured.gradient_bytes if keeps else 0
-        return whole(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+        return uncut(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
 
 
 def way_of(measured: Measured, compression: object) -> Compression:

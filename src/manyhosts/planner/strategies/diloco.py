@@ -6,7 +6,7 @@ from manyhosts.config.local_steps import DiLoCo
 from manyhosts.planner.compute import cores_of, pass_cores
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory, model_bytes, whole
+from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.step import Step, assemble, timeline
 from manyhosts.planner.strategies.ddp import way_of, wire_of
 from manyhosts.planner.strategies.local_sgd import exposed_alone
@@ -47,7 +47,7 @@ class DiLoCoModel:
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`."""
         kept = _KEPT * measured.gradient_bytes
-        return whole(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+        return uncut(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
 
 
 def taken_from_passes(measured: Measured, group: Group) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from manyhosts.config.local_steps import LocalSGD
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory, model_bytes, whole
+from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer, last_end
 from manyhosts.planner.step import Step, Timeline, assemble, timeline
 from manyhosts.planner.strategies.ddp import TALLY_BYTES
@@ -39,7 +39,7 @@ class LocalSGDModel:
         """See `StrategyModel`. The copy of the model that travels is there when activations are not."""
         model = model_bytes(measured, group.workers)
         copy = model.parameters + model.buffers if group.workers > 1 else 0
-        return whole(model, workers=group.workers, strategy=max(0, copy - model.activations))
+        return uncut(model, workers=group.workers, strategy=max(0, copy - model.activations))
 
 
 def exposed_alone(measured: Measured, group: Group, lines: Timeline, *, by_node: bool) -> float:

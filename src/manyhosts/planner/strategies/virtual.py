@@ -13,7 +13,7 @@ from manyhosts.communication.tree import subtrees
 from manyhosts.data.order import bounds
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory, model_bytes, whole
+from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer, last_end
 from manyhosts.planner.step import Step, Timeline, assemble, timeline
 
@@ -35,7 +35,7 @@ class VirtualWorkersModel:
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`."""
         kept = gradients_kept(measured.virtual_workers or 1, group.workers) * measured.gradient_bytes
-        return whole(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+        return uncut(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
 
 
 def gradients_kept(parts: int, workers: int) -> int:

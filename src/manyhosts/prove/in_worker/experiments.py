@@ -102,20 +102,20 @@ class Experiments:
 
     def _compute(self) -> dict[str, Any]:
         model, compute = self.parts.trained, self.parts.compute
-        whole = self._piece(self.samples)
+        full = self._piece(self.samples)
         user = [model, *(_as_given(part) for part in (compute.loss, compute.step) if part is not None)]
         kept = _Kept(model)
         pass_over = self._pass_over(kept)
         before = states_within(*user)
-        first, outputs = pass_over(whole)
+        first, outputs = pass_over(full)
         after, drawn = states_within(*user), global_states()
         found: dict[str, Any] = {"loss": first, "changed_buffers": kept.changed(), "changed": changed(before, after)}
-        again, _ = pass_over(whole)
+        again, _ = pass_over(full)
         found["again"] = _same(first, again)
         found["moved"] = changed(drawn, global_states())
         if not found["again"]:
             with stopped_clock():
-                found["with_stopped_clock"] = _same(pass_over(whole)[0], pass_over(whole)[0])
+                found["with_stopped_clock"] = _same(pass_over(full)[0], pass_over(full)[0])
         half = len(self.samples) // 2
         if half and not self.collate_draws:
             pieces = [self._piece(self.samples[:half]), self._piece(self.samples[half:])]
@@ -198,11 +198,11 @@ def _same(one: float, other: float) -> bool:
     return one == other or (one != one and other != other)
 
 
-def _mix(whole: Tensor | None, left: Tensor | None, right: Tensor | None) -> bool | None:
+def _mix(full: Tensor | None, left: Tensor | None, right: Tensor | None) -> bool | None:
     """Whether what the model gives for a sample depends on the others of its batch; None where that cannot be seen."""
-    if whole is None or left is None or right is None or left.shape[1:] != whole.shape[1:] != right.shape[1:]:
+    if full is None or left is None or right is None or left.shape[1:] != full.shape[1:] != right.shape[1:]:
         return None
     halves = torch.cat([left, right])
-    if halves.shape != whole.shape or not whole.is_floating_point():
+    if halves.shape != full.shape or not full.is_floating_point():
         return None
-    return float((halves - whole).norm()) > 1e-4 * float(whole.norm())
+    return float((halves - full).norm()) > 1e-4 * float(full.norm())

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.atomic_file import write_atomically
 from manyhosts.records.manifest import NAME, Found, Manifest, read_files, verify
-from manyhosts.records.whole_file import write_whole
 from manyhosts.snapshot.commit import put_in_place
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import Fits
@@ -59,14 +59,14 @@ def bring_best(location: ObjectStoreLocation, path: Path, fits: Fits, disk: Disk
     here = -1.0
     with suppress(SnapshotError):
         here = verify(path).time
-    whole: list[tuple[float, Found, Manifest]] = []
+    complete: list[tuple[float, Found, Manifest]] = []
     for found in location.found():
         if found.step < 0 and not found.how:
             with suppress(SnapshotError):
                 manifest = read_files(location.files(found))
                 if not fits(manifest) and manifest.time > here:
-                    whole.append((manifest.time, found, manifest))
-    for _, found, manifest in sorted(whole, key=lambda each: -each[0]):
+                    complete.append((manifest.time, found, manifest))
+    for _, found, manifest in sorted(complete, key=lambda each: -each[0]):
         with suppress(SnapshotError):
             _copy(location, found, manifest, path, disk)
             return
@@ -82,7 +82,7 @@ def bring_records(location: ObjectStoreLocation, found: Found, records: Mapping[
         if content is None:
             missing.append(name)
         else:
-            write_whole(path, content)
+            write_atomically(path, content)
     return missing
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.world import World
+from manyhosts.strategies.asynchronous.full_between_steps import MeetsAtSteps
 from manyhosts.strategies.asynchronous.hand_out import HandOut
 from manyhosts.strategies.asynchronous.requests import LEADER, Asks, RequestHandler
 from manyhosts.strategies.asynchronous.served import Served
-from manyhosts.strategies.asynchronous.whole_between_steps import MeetsAtSteps
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 

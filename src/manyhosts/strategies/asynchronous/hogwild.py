@@ -22,9 +22,9 @@ from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import Hogwild
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.by_micro_batch import ByMicroBatch
+from manyhosts.strategies.asynchronous.full_between_steps import put
 from manyhosts.strategies.asynchronous.requests import LEADER, Asks
 from manyhosts.strategies.asynchronous.served import Served, twin
-from manyhosts.strategies.asynchronous.whole_between_steps import put
 from manyhosts.strategies.traits import TRAITS
 
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, and gone once all have it

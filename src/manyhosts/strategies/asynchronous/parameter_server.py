@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import ParameterServer
 from manyhosts.strategies.asynchronous.by_micro_batch import ByMicroBatch
+from manyhosts.strategies.asynchronous.full_between_steps import After, MeetsAtSteps, check_groups
 from manyhosts.strategies.asynchronous.pushed import Gradients, unpack
 from manyhosts.strategies.asynchronous.requests import LEADER, Asks
 from manyhosts.strategies.asynchronous.served import Served, owners_of
-from manyhosts.strategies.asynchronous.whole_between_steps import After, MeetsAtSteps, check_groups
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS

@@ -22,7 +22,7 @@ from manyhosts.device import is_asynchronous
 from manyhosts.strategies.fsdp.exchange import Gathering, StepDigest, Summing
 from manyhosts.strategies.fsdp.refused import Given, Written, check_placeable, holders_of, see_own_parameters
 from manyhosts.strategies.materialise import Places, materialise
-from manyhosts.strategies.units import is_whole
+from manyhosts.strategies.units import is_uncut
 
 
 def place_root(
@@ -69,8 +69,8 @@ def place_root(
                 each.data = each.data.contiguous()  # of a part no other memory format is known
         own = [each for each in (*unit.parameters(), *unit.buffers()) if not isinstance(each, DTensor)]
         spread([each for each in own if id(each) not in done], world)
-        whole = {each for each in unit.parameters() if is_whole(each)}
-        done.update(id(each) for each in (*whole, *unit.buffers()))
+        full = {each for each in unit.parameters() if is_uncut(each)}
+        done.update(id(each) for each in (*full, *unit.buffers()))
         given = Given(
             f"the unit {name!r}" if name else "the model itself", always=unit is root and is_asynchronous(world.device)
         )
@@ -85,7 +85,7 @@ def place_root(
             reshard_after_forward=not keeps,
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=whole or None,
+            ignored_params=full or None,
         )
         unit.register_forward_pre_hook(noted(partial(see_own_parameters, name, holders_of(unit))), prepend=True)
         unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)

@@ -18,7 +18,7 @@ from manyhosts.communication.layout import as_real
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import check_hooks, check_memory
-from manyhosts.strategies.units import is_whole
+from manyhosts.strategies.units import is_uncut
 
 
 def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSDP) -> None:
@@ -45,7 +45,7 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
                 where="strategy='fsdp'",
                 fix="leave it out",
             )
-        if not parameter.requires_grad or is_whole(parameter):
+        if not parameter.requires_grad or is_uncut(parameter):
             continue
         unit = owner.get(id(parameter), "")
         other, beside = first.setdefault(unit, (name, parameter))
@@ -84,7 +84,7 @@ class Replaced:
         self._left = [
             (name, weakref.ref(each))
             for name, each in model.named_parameters()
-            if each.requires_grad and not is_whole(each)
+            if each.requires_grad and not is_uncut(each)
         ]
 
     def check(self) -> None:
@@ -221,7 +221,7 @@ class Written:
 
 
 def _gathered(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(n, each) for n, each in module.named_parameters() if not isinstance(each, DTensor) and not is_whole(each)]
+    return [(n, each) for n, each in module.named_parameters() if not isinstance(each, DTensor) and not is_uncut(each)]
 
 
 def _sums(parameter: nn.Parameter) -> Tensor:

@@ -35,7 +35,7 @@ from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
-from manyhosts.strategies.units import find_units, has_parts, is_whole
+from manyhosts.strategies.units import find_units, has_parts, is_uncut
 
 _BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop}
 """Optimizers that are known to treat each number of a tensor alone, so that parts are updated without an exchange."""
@@ -80,13 +80,13 @@ class FullySharded(CutModel):
             ConfigError: it has no units, or cannot be gathered as asked.
         """
         # The loss, where it has parameters, is one more root: it is called by itself, and small.
-        whole, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
-        units, places = find_units(whole, self.config.patterns), places_of(model)
+        uncut, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
+        units, places = find_units(uncut, self.config.patterns), places_of(model)
         self.replaced = Replaced(model)
         self.plan = {"is_far": self._is_far()} if self.world.part is None else {**self.world.part.plan}
         with self.mesh.stood_in_for():
-            for root in (whole, *loss):
-                self._place_root(root, units if root is whole else {}, places)
+            for root in (uncut, *loss):
+                self._place_root(root, units if root is uncut else {}, places)
         self.parameters = list(model.parameters())
         self.model_watch = ModelWatch(model, self.world)
         self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
@@ -172,9 +172,9 @@ class FullySharded(CutModel):
         self.step_digest.announce(*(each.grad is not None for each in self.parameters))
         self.step_digest.compare()
         tally.control_flags = [*control_flags, *self.step_digest.reported()]
-        whole = self._start_whole()
+        uncut = self._start_uncut()
         self.world.wait(tally.start_sum())
-        self._take_whole(*whole)
+        self._take_uncut(*uncut)
         reported, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
         if (sums := self.late.read(reported)) is not None:
             check_alike(sums, self.world.size)
@@ -201,22 +201,22 @@ class FullySharded(CutModel):
             flat = flat.to(self.world.device)
             return rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
 
-        trained = [each for each in self.parameters if each.requires_grad and not is_whole(each)]
+        trained = [each for each in self.parameters if each.requires_grad and not is_uncut(each)]
         local = self.holding.local
         sum_together(
             [torch.zeros_like(local(each)) if each.grad is None else local(each.grad) for each in trained], summed
         )
 
-    def _start_whole(self) -> tuple[list[Tensor], Tensor, Work]:
+    def _start_uncut(self) -> tuple[list[Tensor], Tensor, Work]:
         """Begin to sum over all workers the gradients of what each keeps whole; what has none is sent as zero."""
-        trained = [each for each in self.parameters if each.requires_grad and is_whole(each)]
+        trained = [each for each in self.parameters if each.requires_grad and is_uncut(each)]
         given = [as_real(torch.zeros_like(each) if each.grad is None else each.grad).detach() for each in trained]
         if not given:
             return [], torch.empty(0), None
         flat = torch.cat([each.double().reshape(-1) for each in given])
         return given, flat, self.world.start_all_reduce(flat)
 
-    def _take_whole(self, given: Sequence[Tensor], flat: Tensor, work: Work) -> None:
+    def _take_uncut(self, given: Sequence[Tensor], flat: Tensor, work: Work) -> None:
         """Have the sums that `_start_whole` began in place of this worker's gradients."""
         self.world.wait(work)
         for each, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):

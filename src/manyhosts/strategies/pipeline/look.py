@@ -152,10 +152,10 @@ def prove(
         value: Any = None
         for stage in range(len(cuts) - 1):
             copied = copy_of(model).train()
-            whole = dict(copied.named_parameters())
+            uncut = dict(copied.named_parameters())
             leave(copied, stages, [stage])
             tied = tied_of(copied, stages, stage)
-            lent = {each.name: whole[each.name] for each in tied if each.stages[0] != stage}
+            lent = {each.name: uncut[each.name] for each in tied if each.stages[0] != stage}
             own = find_chain(copied)
             try:
                 with context():

@@ -170,7 +170,7 @@ class Stages(Holding):
         """`local`, where this worker holds `tensor`."""
         return tensor if tensor.is_meta else local
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full(self, tensor: Tensor) -> Tensor:
         """All of `tensor`, from the first worker that has it. Every worker calls this."""
         tensor, world = tensor.detach(), self.world
         found = world.stack(torch.tensor([not tensor.is_meta], dtype=torch.int64)).flatten().tolist()

@@ -75,33 +75,33 @@ class Pipelined(ComputedTogether):
         Raises:
             ConfigError: the model is no chain of blocks, has fewer than there are workers, or the cuts name none.
         """
-        whole, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
+        uncut, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
         if is_meta(model):
             materialise(model.modules(), places_of(model))
-        check_memory(whole, "strategy='pipeline'")
-        _check_called(whole)
-        chain = find_chain(whole)
+        check_memory(uncut, "strategy='pipeline'")
+        _check_called(uncut)
+        chain = find_chain(uncut)
         self._check_count(chain)
         self._check_copies(model, *loss)
         spread([*model.parameters(), *model.buffers()], self.world)
-        seen = self._seen(whole, chain)
-        cuts = self._cuts(chain, seen.seconds, block_bytes(whole))
+        seen = self._seen(uncut, chain)
+        cuts = self._cuts(chain, seen.seconds, block_bytes(uncut))
         stages = stages_of(seen.uses, cuts)
         sample = self.sample
-        check_tied(whole, stages, "fp32" if sample is None else sample.precision)
+        check_tied(uncut, stages, "fp32" if sample is None else sample.precision)
         if sample is not None and self.world.is_leader and not self.world.apart:
-            prove(whole, stages, cuts, sample.inputs(), sample.context)
+            prove(uncut, stages, cuts, sample.inputs(), sample.context)
         self.world.barrier()
         self._say(chain, cuts, seen.seconds)
         own = range(self.mesh.coordinate("pipe"), self.stages, self.workers)
-        leave(whole, stages, own)
+        leave(uncut, stages, own)
         self.loss = loss[0] if loss else nn.Module()
         peers, inbox = self._peers(), Inbox(deque)
         for number in own:
-            tied, halves = tied_of(whole, stages, number), Halves() if self.config.schedule == ZERO_BUBBLE else None
+            tied, halves = tied_of(uncut, stages, number), Halves() if self.config.schedule == ZERO_BUBBLE else None
             channel = Channel(self.world, peers, number, inbox)
-            self.own.append(self.stage_kind(whole, chain, cuts, tied, channel, halves))
-        whole.forward = partial(evaluate, self.own)
+            self.own.append(self.stage_kind(uncut, chain, cuts, tied, channel, halves))
+        uncut.forward = partial(evaluate, self.own)
         self.parameters = list(model.parameters())
         return model
 
@@ -337,18 +337,20 @@ class Pipelined(ComputedTogether):
         """How long stages have waited, in a sentence; empty where nothing was computed. All workers call this."""
         if not self.computed_s:
             return ""
-        is_whole = any(stage.halves is not None and stage.number and not stage.halves.is_sound for stage in self.own)
-        own = torch.tensor([self.waited_s / self.computed_s, is_whole], dtype=torch.float64)
-        shares, wholes = self.mesh.along("pipe").stack(own).T.tolist()
-        whole = ", ".join(str(stage) for stage, each in enumerate(wholes) if each)
+        is_undivided = any(
+            stage.halves is not None and stage.number and not stage.halves.is_sound for stage in self.own
+        )
+        own = torch.tensor([self.waited_s / self.computed_s, is_undivided], dtype=torch.float64)
+        shares, flags = self.mesh.along("pipe").stack(own).T.tolist()
+        undivided = ", ".join(str(stage) for stage, each in enumerate(flags) if each)
         counted = self.theory[1:]
         expected = sum(counted) / len(counted)
         waited = ", ".join(f"{100 * share:.1f} %" for share in shares)
         return (
             f"pipeline: the stages waited {waited} of the time of their passes; where all take equally long and "
             f"messages no time it would be {100 * expected:.1f} %, and less with smaller micro-batches"
-            + f"; stages {whole} computed backward passes whole, for in halves their bits differ"
-            * bool(whole)
+            + f"; stages {undivided} computed backward passes in one piece, for in halves their bits differ"
+            * bool(undivided)
         )
 
 

@@ -54,12 +54,12 @@ class Exchange:
         longest = math.ceil(total / self.workers.size)
         padded = part.new_zeros((*part.shape[:-1], longest))
         padded[..., : part.shape[-1]] = part
-        whole = torch.cat([*self.workers.stack(padded)], dim=-1)
-        return whole if whole.shape[-1] == total else whole[..., :total].clone()  # only the last parts are shorter
+        full = torch.cat([*self.workers.stack(padded)], dim=-1)
+        return full if full.shape[-1] == total else full[..., :total].clone()  # only the last parts are shorter
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """This worker's part of the last dim."""
-        return whole.narrow(-1, *self.bounds(whole.shape[-1])).clone(memory_format=torch.contiguous_format)
+        return full.narrow(-1, *self.bounds(full.shape[-1])).clone(memory_format=torch.contiguous_format)
 
 
 def part_of(total: int, workers: int, rank: int) -> tuple[int, int]:

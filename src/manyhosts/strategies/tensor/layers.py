@@ -50,17 +50,17 @@ def _put_into_parts(
     exchange: Exchange,
     mesh: DeviceMesh,
 ) -> None:
-    whole = module._parameters[key]
-    if whole is None or isinstance(whole, DTensor):
+    full = module._parameters[key]
+    if full is None or isinstance(full, DTensor):
         return
-    if id(whole) not in made:
+    if id(full) not in made:
         local = (
-            whole.detach().narrow(dim, *exchange.bounds(whole.shape[dim])).clone(memory_format=torch.contiguous_format)
+            full.detach().narrow(dim, *exchange.bounds(full.shape[dim])).clone(memory_format=torch.contiguous_format)
         )
-        shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
+        shape, stride = full.shape, torch.empty(full.shape, device="meta").stride()
         part = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-        made[id(whole)] = (whole, nn.Parameter(part, requires_grad=whole.requires_grad))
-    module._parameters[key] = made[id(whole)][1]
+        made[id(full)] = (full, nn.Parameter(part, requires_grad=full.requires_grad))
+    module._parameters[key] = made[id(full)][1]
 
 
 def _sum_gradient(parameter: nn.Parameter, exchange: Exchange) -> None:
@@ -110,7 +110,7 @@ def _dropout(module: nn.Dropout, exchange: Exchange, shape: tuple[int, ...], dim
     [dim] = dims
     if not module.training:
         return input
-    whole = [*input.shape]
-    whole[dim] = shape[dim]
-    mask = functional.dropout(input.new_ones(whole), module.p, True)
+    full = [*input.shape]
+    full[dim] = shape[dim]
+    mask = functional.dropout(input.new_ones(full), module.p, True)
     return input * mask.narrow(dim, *exchange.bounds(shape[dim]))

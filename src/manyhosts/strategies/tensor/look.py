@@ -293,7 +293,7 @@ def copied(model: nn.Module, *, is_double: bool = False) -> nn.Module:
     return made.double() if is_double else made
 
 
-def whole_passes(model: nn.Module, inputs: Any) -> tuple[Passes, Any, bool]:
+def uncut_passes(model: nn.Module, inputs: Any) -> tuple[Passes, Any, bool]:
     """What `model` gives, with the inputs of the trials and whether they compute with 64 bits."""
     wide = tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, inputs)
     try:
@@ -340,13 +340,13 @@ def _difference(wanted: Passes, found: Passes, exchange: Exchange) -> str:
         name = next(iter(wanted.gradients.keys() ^ found.gradients.keys()))
         return f"{name} has a gradient in one of them alone"
     largest = max((each.norm().item() for each in wanted.gradients.values()), default=0.0)
-    for name, whole in wanted.gradients.items():
-        here, own = found.gradients[name], whole
+    for name, full in wanted.gradients.items():
+        here, own = found.gradients[name], full
         if isinstance(here, DTensor):
             [place], here = here.placements, here.to_local()
             assert isinstance(place, Shard), "a part"
-            own = whole.narrow(place.dim, *exchange.bounds(whole.shape[place.dim]))
-        if (away := _away(own, here, whole.norm().item() + 1e-2 * largest)) > 1:
+            own = full.narrow(place.dim, *exchange.bounds(full.shape[place.dim]))
+        if (away := _away(own, here, full.norm().item() + 1e-2 * largest)) > 1:
             return f"the gradient of {name} is {away * _tolerance(own):.1e} away from that of the entire model"
     return ""
 

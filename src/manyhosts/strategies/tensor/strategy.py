@@ -27,7 +27,7 @@ from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, St
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut
-from manyhosts.strategies.tensor.look import copied, few, look, tried, whole_passes
+from manyhosts.strategies.tensor.look import copied, few, look, tried, uncut_passes
 from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
 from manyhosts.strategies.traits import TRAITS
 
@@ -68,9 +68,9 @@ class TensorParallel(ComputedTogether):
             ConfigError: nothing can be cut, a trial of the plan does not give what the entire model does, or there is
                 no batch to try it on.
         """
-        whole = next(model.children()) if getattr(model, "is_never_called", False) else model
-        check_hooks(whole, "strategy='tensor'")
-        check_memory(whole, "strategy='tensor'")
+        uncut = next(model.children()) if getattr(model, "is_never_called", False) else model
+        check_hooks(uncut, "strategy='tensor'")
+        check_memory(uncut, "strategy='tensor'")
         if is_meta(model):
             materialise(model.modules(), places_of(model))
         spread([*model.parameters(), *model.buffers()], self.world)
@@ -81,8 +81,8 @@ class TensorParallel(ComputedTogether):
                 fix="give a map-style dataset, or choose another strategy",
             )
         with randomness.undisturbed():
-            plan = self._proved(whole, self.sample.inputs())
-        cut(whole, plan, self.exchange, self.device_mesh)
+            plan = self._proved(uncut, self.sample.inputs())
+        cut(uncut, plan, self.exchange, self.device_mesh)
         copies = self.mesh.data.size
         over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
         self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
@@ -108,7 +108,7 @@ class TensorParallel(ComputedTogether):
                 "each worker, whose weight nothing else uses",
                 fix="choose another strategy",
             )
-        wanted, inputs, is_double = whole_passes(model, given)
+        wanted, inputs, is_double = uncut_passes(model, given)
 
         def wrong_with(candidate: Plan) -> str:
             """On any worker; empty where nothing is. All workers call this."""

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.device import by_device
 
 
 @torch.no_grad()
-def first_not_finite(model: nn.Module, holding: Holding = WHOLE) -> str:
+def first_not_finite(model: nn.Module, holding: Holding = UNCUT) -> str:
     """What is wrong with the first trained parameter that holds NaN or infinity, or the first buffer that holds NaN.
 
     Nothing where all are well. A buffer may well hold infinities, as a mask of attention does. One pass over the

@@ -176,7 +176,7 @@ class FirstSteps:
 
     def _nowhere(self, nothing: bool) -> bool:
         """Whether there is `nothing` on any worker that holds a part of the model."""
-        if self.parts.strategy.traits.holds_whole_model:
+        if self.parts.strategy.traits.holds_full_model:
             return nothing
         if not self.asks_others:
             return False

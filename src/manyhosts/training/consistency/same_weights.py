@@ -44,7 +44,7 @@ def compare_weights(parts: Parts, moment: str) -> None:
     if world.size == 1:
         return
     tensors = {**_compared(model, parts.strategy), **parts.callbacks.tensors()}
-    if not parts.strategy.traits.holds_whole_model:
+    if not parts.strategy.traits.holds_full_model:
         tensors = _compare_parts(tensors, parts.strategy, moment)
     values = {name: value for each in parts.objects.values() for name, value in each.compared().items()}
     own, own_values = tensor_checksums(tensors), value_checksums(values)

@@ -55,7 +55,7 @@ class Prediction:
         shares = passes.shares()
         own = [passes.pieces(part) for part in shares[world.rank]]
         batches = passes.fetched(piece for pieces in own for piece in pieces)
-        whole: list[Tensor] = []
+        full: list[Tensor] = []
         form = ""
         with in_evaluation(model):
             for turn in range(max(map(len, shares))):
@@ -74,13 +74,13 @@ class Prediction:
                 form = self._agree(part.form, form, error)
                 for share, tensors in zip(shares, gather_lists(world, part.tensors()), strict=True):
                     if turn < len(share):
-                        whole = whole or [
+                        full = full or [
                             tensor.new_empty((passes.samples, *tensor.shape[1:]), device="cpu") for tensor in tensors
                         ]
                         begin, end = bounds(passes.samples, passes.parts, share[turn])
-                        for column, tensor in zip(whole, tensors, strict=True):
+                        for column, tensor in zip(full, tensors, strict=True):
                             column[begin:end] = tensor
-        return _filled(json.loads(form), iter(whole))
+        return _filled(json.loads(form), iter(full))
 
     def _forward(self, model: nn.Module, on_host: Any, piece: Indices) -> Any:
         batch = self.passes.on_device(on_host, piece)

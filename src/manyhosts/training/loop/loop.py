@@ -141,7 +141,7 @@ class StepReporter:
         """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
         strategy = self.parts.strategy
         what = first_not_finite(self.parts.trained, strategy.holding)
-        if not strategy.traits.holds_whole_model and self.parts.world.any(bool(what)):
+        if not strategy.traits.holds_full_model and self.parts.world.any(bool(what)):
             what = what or "nan or infinity in what another worker holds of the model"
         return what
 

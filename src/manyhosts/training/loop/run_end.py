@@ -21,7 +21,7 @@ from manyhosts.errors import ManyhostsError, TrainingError, first_line
 from manyhosts.events import Note, RunEnded
 from manyhosts.records import run_lock
 from manyhosts.snapshot.fingerprint import weights_sha256
-from manyhosts.snapshot.load import newest_whole
+from manyhosts.snapshot.load import newest_complete
 from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.setup.build import Parts
@@ -48,7 +48,7 @@ class RunEnd:
             loop.after_step.save()
         snapshot_schedule.finish()
         tried_again = False
-        while not snapshot_schedule.has_whole(step):
+        while not snapshot_schedule.has_complete(step):
             if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
                 # The leader alone knows all of it.
                 reported = [snapshot_schedule.trouble, snapshot_schedule.last_good()]
@@ -85,7 +85,7 @@ class RunEnd:
         """Record how the run ended. Returns the hash of the weights; nothing where no one can know it."""
         strategy = self._parts.strategy
         # After a failure the others may not come to where the entire weights are put together.
-        can_hash = strategy.traits.holds_whole_model or not is_failure
+        can_hash = strategy.traits.holds_full_model or not is_failure
         knows = can_hash and self._run_log.world.drain()
         weights = weights_sha256(self._parts.model, strategy.holding) if knows else ""
         position = self._state.position
@@ -126,7 +126,7 @@ class LastSnapshot:
         if parts.auditor is not None or loop.at.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
         traits = parts.strategy.traits
-        if not (traits.synchronous and traits.holds_whole_model) or parts.strategy.state_dict():
+        if not (traits.synchronous and traits.holds_full_model) or parts.strategy.state_dict():
             return "each worker holds something of its own"
         if own_statistics(parts):
             return "each worker holds something of its own"
@@ -153,7 +153,7 @@ class LastSnapshot:
             sys.stderr.write(f"manyhosts: no snapshot could be made of step {self.loop.state.step}: {error}\n")
 
     def _is_there(self) -> bool:
-        newest = newest_whole(self.snapshot_schedule.store.folder, content=False)
+        newest = newest_complete(self.snapshot_schedule.store.folder, content=False)
         return newest is not None and newest.step >= self.loop.state.step
 
     def _is_ours(self) -> bool:

@@ -282,7 +282,7 @@ class Stepper:
         self.first_steps.asks_others = False  # new workers do not know how many steps were looked at
         if at.under_way and not at.inconsistent and isinstance(strategy, Elastic):
             own_step = self.parts.own_step
-            if not finished or own_step is not None or not strategy.whole:
+            if not finished or own_step is not None or not strategy.complete:
                 if self.buffers:
                     self.buffers.put_back()
                 strategy.step_back()

@@ -240,24 +240,24 @@ class Comparison:
         sizes = (cut, count - cut)
         self.draws = SetDraws(0.3, {count, *sizes}, self.module.buffers() if self.look.copies else None)
         try:
-            whole = self._whole(batch := make(0, count), count)
+            full = self._full(batch := make(0, count), count)
             parts = [make(0, cut), make(cut, count)]
-            losses = self._losses(whole, make(0, count), parts)
+            losses = self._losses(full, make(0, count), parts)
             if self.draws.left:
                 raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")
             rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
             counts = {name: [counted(rule, each) for each in parts] for name, rule in rules.items() if rule}
             counts = {name: counts.get(name) or [{"": float(each)} for each in sizes] for name in rules}
-            self._compare(count, whole, losses, counts)
+            self._compare(count, full, losses, counts)
             self.seen.samples = count
-            if self.look.gradients and torch.is_grad_enabled() and self.seen.holds and list(whole) == [""]:
+            if self.look.gradients and torch.is_grad_enabled() and self.seen.holds and list(full) == [""]:
                 own = [each[""] for each in counts[self.seen.holds[0]]]
                 shares = [each / sum(own) for each in own]
                 self._compare_gradients(make(0, count), list(zip(parts, shares, strict=True)))
         finally:
             self._begin()
 
-    def _whole(self, batch: Any, count: int) -> Losses:
+    def _full(self, batch: Any, count: int) -> Losses:
         """The loss of all samples, and what layers do meanwhile."""
         rows: dict[nn.Module, list[int]] = {}
 
@@ -266,8 +266,8 @@ class Comparison:
                 rows.setdefault(layer, []).append(len(inputs[0]))
 
         with register_module_forward_pre_hook(note_rows):
-            whole = self._loss(batch)
-        if not all(map(math.isfinite, whole.values())):  # which the step itself will say, or leave out
+            full = self._loss(batch)
+        if not all(map(math.isfinite, full.values())):  # which the step itself will say, or leave out
             raise NotTried("the loss of these samples is not finite")
         if late := [name for name, _ in self.module.named_parameters() if name not in self.parameters]:
             raise NotTried(f"the model makes the parameter {late[0]!r} in its forward pass")
@@ -276,14 +276,14 @@ class Comparison:
             IGNORES: "labels" * has_ignored(batch),
             IN_CHUNKS: next((name for name, each in model_of(self.module).named_modules() if each in parted), ""),
         }
-        return whole
+        return full
 
-    def _losses(self, whole: Losses, again: Any, parts: Sequence[Any]) -> list[Losses]:
+    def _losses(self, full: Losses, again: Any, parts: Sequence[Any]) -> list[Losses]:
         """Those of the parts; and see whether anything is other after a second pass over the same batch."""
         first, one = self.places.now(), [{"": 1.0}]
         second, then = self._loss(again, kept=True), self.places.now()
-        matters = _difference(whole, [second], one)[0] > SURE
-        if matters and _difference(whole, [self._loss(again)], one)[0] > SURE:
+        matters = _difference(full, [second], one)[0] > SURE
+        if matters and _difference(full, [self._loss(again)], one)[0] > SURE:
             raise NotTried(OTHER_AGAIN)
         # What is set in the first pass and then used, too: with it, the second one has another value.
         changed = differing(first, then) or (matters and differing(self.held, first)) or [""]
@@ -295,9 +295,9 @@ class Comparison:
         }
         return losses
 
-    def _compare(self, count: int, whole: Losses, losses: Sequence[Losses], counts: Mapping[str, Any]) -> None:
+    def _compare(self, count: int, full: Losses, losses: Sequence[Losses], counts: Mapping[str, Any]) -> None:
         """See by which of the rules that `counts` are of the loss is a mean."""
-        seen, found = self.seen, {name: _difference(whole, losses, each) for name, each in counts.items()}
+        seen, found = self.seen, {name: _difference(full, losses, each) for name, each in counts.items()}
         _, at_once, by_parts = next(iter(found.values()))
         seen.values = f"{at_once:.6g} over {count} samples, {by_parts:.6g} as the mean over parts of these"
         off = {name: share for name, (share, *_) in found.items()}
@@ -307,9 +307,9 @@ class Comparison:
     def _compare_gradients(self, batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
         """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts."""
         together = [parts] if self.look.accumulates else [[each] for each in parts if each[1]]
-        whole, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
-        size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (whole, *pieces)) or 1.0
-        off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in whole.items()}
+        full, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
+        size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (full, *pieces)) or 1.0
+        off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in full.items()}
         worst = max(off, key=off.__getitem__, default="")
         self.seen.off = max(self.seen.off, off.get(worst, 0.0))
         self.seen.beside[CHANGES_GRADIENTS] = worst * (off.get(worst, 0.0) > self._rounding())
@@ -375,13 +375,13 @@ class Comparison:
         return values
 
 
-def _difference(whole: Losses, losses: Sequence[Losses], counts: Sequence[Losses]) -> tuple[float, float, float]:
+def _difference(full: Losses, losses: Sequence[Losses], counts: Sequence[Losses]) -> tuple[float, float, float]:
     """By which share the loss differs from the mean of the parts' by what they count; and both."""
     all_of_it = by_parts = size = 0.0
-    for name, value in whole.items():
+    for name, value in full.items():
         weights = [each[name if name in each else ""] for each in counts]
         terms = [(loss[name], weight) for loss, weight in zip(losses, weights, strict=True) if weight]
-        if len(whole) > 1 and not terms:
+        if len(full) > 1 and not terms:
             continue
         all_of_it += value
         by_parts += sum(loss * weight for loss, weight in terms) / sum(weights) if terms else math.nan

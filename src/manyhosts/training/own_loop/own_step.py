@@ -27,7 +27,7 @@ from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.strategy import FixedParts, Piece, StepOutcome, Strategy, SumsByGroup
-from manyhosts.strategies.whole_model import norm_of
+from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
 from manyhosts.training.loop.compute import ForwardPass, may_draw, step_values
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer

@@ -51,8 +51,8 @@ from manyhosts.training.setup.model_checks import (
     complete,
     hooked,
     is_lazy,
+    make_complete,
     make_schedule,
-    make_whole,
 )
 from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
@@ -140,7 +140,7 @@ class Parts:
 
     def fingerprint(self) -> Fingerprint:
         """What a snapshot must match to be one of this model."""
-        return fingerprint(self.model) if self.strategy.traits.holds_whole_model else self.own_fingerprint
+        return fingerprint(self.model) if self.strategy.traits.holds_full_model else self.own_fingerprint
 
     def cut_batches(self) -> CutBatches:
         """The batches of now, where their cut may change from one step to the next."""
@@ -246,7 +246,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     auditor = None if settings.audit is None else Auditor(settings.audit, settings.seed, world, tensor_checksums)
     bare = make_model(model, settings)
     if is_lazy(bare):
-        make_whole(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
+        make_complete(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
     thawed = callbacks.prepare(bare)
     _compare_given(made, data, settings, world, watcher)
@@ -275,7 +275,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
     if isinstance(strategy, HoldsOptimizer):
         strategy.hold(made_optimizer)
-    holds_all = strategy.traits.holds_whole_model
+    holds_all = strategy.traits.holds_full_model
     together = None if holds_all else world
     precision = Precision(settings.precision, world.device, together=together, holding=strategy.holding)
 
@@ -391,7 +391,7 @@ def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World
     )
     with randomness.kept():
         randomness.seed_all(settings.seed, randomness.MODEL)
-        if strategy.traits.holds_whole_model:
+        if strategy.traits.holds_full_model:
             materialise(made.modules(), places_of(made))
         return strategy.place(made)
 
@@ -482,13 +482,13 @@ def make_optimizer(
         )
     complete(made)
     mesh = strategy.mesh
-    whole = strategy.traits.holds_whole_model
+    uncut = strategy.traits.holds_full_model
     sparse = strategy.traits.takes_sparse_gradients
-    check_optimizer(made, mesh.world, holds_whole_model=whole, takes_sparse=sparse)
+    check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=sparse)
     check_sparse(module, made)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
     for group in made.param_groups:
         group["lr"] = (group["lr"] if settings.lr is None else settings.lr) * factor
-    fuse(made, holds_whole_model=whole)
+    fuse(made, holds_full_model=uncut)
     return made

@@ -36,9 +36,9 @@ from manyhosts.strategies.strategy import LooksAhead, Sample, Strategy
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.tensor.plan import is_cuttable
 from manyhosts.strategies.traits import Traits
+from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.strategies.whole_model import SingleProcess
 from manyhosts.training.loop.compute import ForwardPass, pair
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
@@ -66,7 +66,7 @@ def make_strategy(settings: Settings, world: World, auditor: Auditor | None = No
     make = STRATEGIES.load(asked.name)
     _check_goes_with(settings, make.traits)
     alone = world.size == 1 and world.part is None
-    if alone and not make.traits.holds_whole_model and not is_asynchronous(asked):
+    if alone and not make.traits.holds_full_model and not is_asynchronous(asked):
         return SingleProcess(world)  # others come with a new start of all
     return make(asked, world)
 
@@ -283,9 +283,9 @@ def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
     refused = compute.step is not None or asks or given.world.device.type != "cpu" or hasattr(data.train, "shard")
     if refused or data.train is None or isinstance(data.train, IterableDataset):
         return {}
-    whole = settings.batch_size or given.world.size * (settings.batch_size_per_worker or 1)
-    own = -(-whole // given.world.size)
-    most = settings.micro_batch_size or whole
+    full = settings.batch_size or given.world.size * (settings.batch_size_per_worker or 1)
+    own = -(-full // given.world.size)
+    most = settings.micro_batch_size or full
     try:
         blocks = block_bytes(model) if settings.precision != "fp16" else ()
     except ConfigError:
@@ -294,8 +294,8 @@ def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
     return {
         "blocks": blocks,
         "divisible": sum(layers.values()),
-        "together": min(whole, most) / min(own, most),
-        "passes": -(-whole // most),
+        "together": min(full, most) / min(own, most),
+        "passes": -(-full // most),
     }
 
 

@@ -171,7 +171,7 @@ def is_lazy(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def make_whole(model: nn.Module, data: Data, forward: Forward, *, seed: int) -> None:
+def make_complete(model: nn.Module, data: Data, forward: Forward, *, seed: int) -> None:
     """Let a lazy `model` see two samples, so that it has all its tensors, the same on every worker.
 
     Raises:
@@ -253,19 +253,19 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
             )
 
 
-_OF_WHOLE_MATRICES = ("Adafactor",)
+_OF_FULL_MATRICES = ("Adafactor",)
 """Classes of optimizers that take means over the rows and columns of a matrix, by name: several packages have them."""
 
 
-def check_optimizer(optimizer: Optimizer, world: World, *, holds_whole_model: bool, takes_sparse: bool = False) -> None:
+def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: bool, takes_sparse: bool = False) -> None:
     """See that `optimizer` steps by gradients alone, and by those that a worker holds.
 
     Raises:
         ConfigError: it computes the loss itself, wants sparse gradients, or all of a matrix that workers share; or
             it is made for other steps than these.
     """
-    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_WHOLE_MATRICES), None)
-    if kind is not None and not holds_whole_model:
+    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_FULL_MATRICES), None)
+    if kind is not None and not holds_full_model:
         raise ConfigError(
             f"{kind} looks at full rows and columns of each matrix, of which a worker holds a part here",
             where="mh.Trainer(optimizer=…, strategy=…)",

@@ -14,13 +14,13 @@ _FUSED_IN_PARTS = (Adam, AdamW)
 """PyTorch knows by no other fused kernel how to step tensors that are in parts."""
 
 
-def fuse(optimizer: Optimizer, *, holds_whole_model: bool) -> None:
+def fuse(optimizer: Optimizer, *, holds_full_model: bool) -> None:
     """Let it do a step in one pass over the memory of a GPU; what lies on a host is stepped as the script made it.
 
     Raises:
         ConfigError: the script asks for a kernel that cannot step parts of tensors.
     """
-    can_fuse = holds_whole_model or isinstance(optimizer, _FUSED_IN_PARTS)
+    can_fuse = holds_full_model or isinstance(optimizer, _FUSED_IN_PARTS)
     for group in optimizer.param_groups:
         if group.get("fused") and not can_fuse:
             raise ConfigError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manyhosts.communication.collectives import Collectives
-from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.device import by_device
 from manyhosts.training.loop.compute import autocast
 
@@ -18,7 +18,7 @@ class Precision:
     """fp32, bf16 or fp16 by autocast. Parameters, gradients and the optimizer stay in fp32."""
 
     def __init__(
-        self, name: str, device: torch.device, *, together: Collectives | None = None, holding: Holding = WHOLE
+        self, name: str, device: torch.device, *, together: Collectives | None = None, holding: Holding = UNCUT
     ) -> None:
         """`together`: the workers that each hold a part of the gradient, and leave out a step where any overflowed;
         `holding`: which part.

@@ -40,7 +40,7 @@ class FrozenBase:
         """Checksums of the entire tensors, and of what this worker holds of them. All workers ask for it together."""
         found: dict[str, str] = {}
         for name, each in self.tensors().items():
-            found |= tensor_checksums({name: self._holding.whole(each)})  # one entire tensor at a time
+            found |= tensor_checksums({name: self._holding.full(each)})  # one entire tensor at a time
         return f"{combined(found):016x}" if found else "", self._held()
 
     def _held(self) -> int:

@@ -192,7 +192,7 @@ class SharedTraining:
         """Be where the worker is that gave `state`."""
         self.loop.invalidate_state()  # until all of it is here
         was_here = self.run.step != NO_STATE
-        has_own = self.loop.exchanges or not self.parts.strategy.traits.holds_whole_model
+        has_own = self.loop.exchanges or not self.parts.strategy.traits.holds_full_model
         self.provider.take_up(given, own=was_here and has_own)
         seen: set[tuple[type[Event], int | None]] = {(type(each), each.step) for each in self.records.remembered()}
         if self.records.started is None and given["started"] is not None:

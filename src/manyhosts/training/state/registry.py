@@ -88,7 +88,7 @@ class TrainerState:
 def given_to_copy(parts: Parts) -> dict[str, Any]:
     """What `training_state_dict` gives, for a new worker: where tensors are cut, for one that has the same parts."""
     state, strategy = training_state_dict(parts), parts.strategy
-    if strategy.traits.holds_whole_model:
+    if strategy.traits.holds_full_model:
         return state
     own: dict[str, Any] = held(state, strategy.holding)
     own["buffers"] = {name: each for name, each in state["buffers"].items() if strategy.holding.holds(each)}
@@ -97,7 +97,7 @@ def given_to_copy(parts: Parts) -> dict[str, Any]:
 
 def taken_from_copy(parts: Parts, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `given_to_copy` gave, as `take_up` takes it."""
-    if parts.strategy.traits.holds_whole_model or "optimizer" not in given:
+    if parts.strategy.traits.holds_full_model or "optimizer" not in given:
         return given
     names = names_kept(parts.trained)
     by_names = {names[id(each)]: each for each in parts.trained.parameters()}
@@ -164,7 +164,7 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
 
 def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
     """What a snapshot keeps, as `parts` hold it: complete, or of each tensor this worker's part."""
-    if parts.strategy.traits.holds_whole_model:
+    if parts.strategy.traits.holds_full_model:
         return loaded.state
     return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
 
@@ -189,7 +189,7 @@ def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
     Raises:
         SnapshotError: it is of another loss.
     """
-    if not parts.strategy.traits.holds_whole_model:
+    if not parts.strategy.traits.holds_full_model:
         holding = parts.strategy.holding
         wait_for(parts.world.device)  # it may still read what lies on the host
         put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)

@@ -17,7 +17,7 @@ from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError, ManyhostsError, SnapshotError
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.load import Fits, newest_whole
+from manyhosts.snapshot.load import Fits, newest_complete
 from manyhosts.snapshot.objects.bring import bring_best, bring_newer, bring_records
 from manyhosts.snapshot.objects.client import Client, sentence
 from manyhosts.snapshot.objects.copier import Copier
@@ -58,7 +58,7 @@ class RemoteCopy:
         location, folder, disk = self._reach(), self._directory.snapshots, Disk()
         location.client.check()
         self._see_whose_it_is(location)
-        here = newest_whole(folder)
+        here = newest_complete(folder)
         brought = bring_newer(location, folder, fits, than=-1 if here is None else here.step, disk=disk)
         notes = [f"passed over {each}" for each in brought.passed_over]
         if brought.found is None:
@@ -122,14 +122,14 @@ class RemoteCopy:
         """Copy what the disk has and the store lacks, as after a leader that is gone, where this worker leads now."""
         if not self._world.is_leader:
             return
-        if (newest := newest_whole(self._directory.snapshots, content=False)) is not None:
+        if (newest := newest_complete(self._directory.snapshots, content=False)) is not None:
             self.offer(newest.path)
         if self._directory.best.exists():
             self.offer(self._directory.best)
 
     def keep_end(self) -> None:
         """Have the record's last lines there, too. All else is there already, so a failure is not worth a word."""
-        newest = newest_whole(self._directory.snapshots, content=False) if self._world.is_leader else None
+        newest = newest_complete(self._directory.snapshots, content=False) if self._world.is_leader else None
         if newest is not None:
             with suppress(OSError, ManyhostsError):
                 self._reach().add_end(newest.path, self._records)

@@ -94,8 +94,8 @@ class TakenUp(Mapping[str, Any]):
                 for name, each in held.items()
                 if each is None or self._holding.holds(each)
             }
-            return {**_whole(stored, but="state"), "state": state}
-        return _whole(stored)
+            return {**_full(stored, but="state"), "state": state}
+        return _full(stored)
 
     def _cut(self, stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self._like(own.get(name), value) for name, value in stored.items()}
@@ -107,7 +107,7 @@ class TakenUp(Mapping[str, Any]):
     def _cut_alike(self, stored: Any, own: Any) -> Any:
         """What is kept of a nested state, each tensor cut as the one in its place is."""
         if not isinstance(stored, Mapping):
-            return self._like(own, stored) if isinstance(stored, StoredTensor) else _whole(stored)
+            return self._like(own, stored) if isinstance(stored, StoredTensor) else _full(stored)
         beside = own if isinstance(own, Mapping) else {}
         return {key: self._cut_alike(value, beside.get(key)) for key, value in stored.items()}
 
@@ -115,19 +115,19 @@ class TakenUp(Mapping[str, Any]):
         if not isinstance(value, StoredTensor):
             return value
         if not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
-            return value.whole()
+            return value.full()
         block = self._holding.block(own)
         return self._holding.like(own, value.block(block.box).to(block.local.device))
 
 
-def _whole(stored: Any, *, but: str = "") -> Any:
+def _full(stored: Any, *, but: str = "") -> Any:
     """`stored` with complete tensors, without what is under the key `but`."""
     if isinstance(stored, StoredTensor):
-        return stored.whole()
+        return stored.full()
     if isinstance(stored, Mapping):
-        return {key: _whole(value) for key, value in stored.items() if key != but}
+        return {key: _full(value) for key, value in stored.items() if key != but}
     if type(stored) in (list, tuple):
-        return type(stored)(_whole(value) for value in stored)
+        return type(stored)(_full(value) for value in stored)
     return stored
 
 
@@ -153,18 +153,18 @@ def put_cut(
             continue
         block, held = holding.block(tensor), holding.local(given[name])
         if tuple(held.shape) != tuple(block.local.shape):
-            held = held[block.box.within(Box.whole(block.shape))]
+            held = held[block.box.within(Box.full(block.shape))]
         block.local.copy_(held)
 
 
-def whole_state(state: Mapping[str, Any], holding: Holding, *, keep: bool) -> dict[str, Any]:
+def full_state(state: Mapping[str, Any], holding: Holding, *, keep: bool) -> dict[str, Any]:
     """`state` with complete tensors on the CPU, put together one after another; nothing of them without `keep`.
 
     All workers that hold parts call this together.
     """
     found = {}
     for name, value in state.items():
-        whole = holding.whole(value).detach() if isinstance(value, Tensor) else value
+        full = holding.full(value).detach() if isinstance(value, Tensor) else value
         if keep:
-            found[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+            found[name] = full.cpu() if isinstance(full, Tensor) else full
     return found

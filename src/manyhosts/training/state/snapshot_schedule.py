@@ -58,7 +58,7 @@ class SnapshotSchedule:
         """By which metric the best model is chosen."""
         self.second = second
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
-        if self.store.apart and not parts.strategy.traits.holds_whole_model:
+        if self.store.apart and not parts.strategy.traits.holds_full_model:
             raise ConfigError(
                 f"with strategy {strategy!r} each worker writes its part of a snapshot, and these hosts share no disk",
                 where=str(directory.path),
@@ -126,15 +126,15 @@ class SnapshotSchedule:
         """
         parts = self.parts
         facts = replace(self._facts(state), run=asked_of(self.settings, parts))
-        is_whole = True
+        is_uncut = True
         if self.lacks_best(state):
             with parts.callbacks.evaluated(parts.trained):
-                is_whole = self.store.save_alone(self.directory.best, weights_of(parts), facts)
-        if is_whole:
+                is_uncut = self.store.save_alone(self.directory.best, weights_of(parts), facts)
+        if is_uncut:
             path = self.store.folder / f"step-{state.step:08d}"
-            is_whole = self.store.save_alone(path, {**training_state_dict(parts), "run": state.to_dict()}, facts)
+            is_uncut = self.store.save_alone(path, {**training_state_dict(parts), "run": state.to_dict()}, facts)
         self.listen()
-        return is_whole
+        return is_uncut
 
     def lacks_best(self, state: RunState) -> bool:
         """Whether the best model is not on this worker's disk, and should be."""
@@ -244,7 +244,7 @@ class SnapshotSchedule:
             self.second.prepare(self.parts.fits())
         return self.restore()
 
-    def has_whole(self, step: int) -> bool:
+    def has_complete(self, step: int) -> bool:
         """Whether the snapshot of `step` is on the leader's disk, complete. Every worker calls this, after `finish`."""
         newest = self.newest
         return not self.parts.world.any(self.parts.world.is_leader and (newest is None or newest.step != step))

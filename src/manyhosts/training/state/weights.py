@@ -46,7 +46,7 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Of all of it."""
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """All of it."""
 
     def block(self, box: Box) -> Tensor:
@@ -64,13 +64,13 @@ class _InFile:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         tensor: Tensor = self.file.get_tensor(self.name)
         return tensor
 
     def block(self, box: Box) -> Tensor:
         if not box.shape:
-            return self.whole()
+            return self.full()
         places = tuple(slice(begin, begin + side) for begin, side in zip(box.offset, box.shape, strict=True))
         part: Tensor = self.file.get_slice(self.name)[places]
         return part
@@ -84,11 +84,11 @@ class _InMemory:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         return self.tensor
 
     def block(self, box: Box) -> Tensor:
-        return self.tensor[box.within(Box.whole(self.shape))]
+        return self.tensor[box.within(Box.full(self.shape))]
 
 
 def load_initial(parts: Parts, init: InitFrom) -> None:
@@ -104,8 +104,8 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
     holding = parts.strategy.holding
     with torch.no_grad():
         for name in taken:
-            if parts.strategy.traits.holds_whole_model:
-                write(own[name], found[name].whole())
+            if parts.strategy.traits.holds_full_model:
+                write(own[name], found[name].full())
             else:
                 block = holding.block(own[name])
                 if block.local.numel():
@@ -143,8 +143,8 @@ def frozen(model: ModelOrMaker, patterns: Iterable[str]) -> ModelOrMaker:
     if not wanted:
         return model
     if isinstance(model, nn.Module):
-        whole: nn.Module = freeze(model)
-        return whole
+        full: nn.Module = freeze(model)
+        return full
     make: Callable[[], nn.Module] = model
     return lambda: freeze(make())
 

@@ -116,13 +116,13 @@ class Profiling:
         count, host = len(steps), socket.gethostname()
         rows = [(name, math.fsum(part(step.timing) for step in steps)) for name, part in _PARTS.items()]
         rows.append(("between steps: validation, snapshots, records", max(0.0, seconds - sum(s for _, s in rows))))
-        whole = sum(taken for _, taken in rows)
+        total = sum(taken for _, taken in rows)
         lines = [
             f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} on host {host}",
             f"{count} steps in {seconds:.3g} s, {sum(step.samples for step in steps) / seconds:,.0f} samples/s",
             "",
             f"{'where the time went':<48}{'ms a step':>12}{'share':>9}",
-            *(f"  {name:<46}{1e3 * s / count:>12.3f}{100 * s / whole:>7.1f} %" for name, s in rows),
+            *(f"  {name:<46}{1e3 * s / count:>12.3f}{100 * s / total:>7.1f} %" for name, s in rows),
         ]
         for title, attribute in _TABLES:
             lines += _operators(profiler.key_averages(), title, attribute, count, seconds)
@@ -134,18 +134,18 @@ def _operators(averages: Any, title: str, attribute: str, steps: int, seconds: f
     """Those that took the most time for themselves, what they call left out; none where that device did nothing."""
     own = [(getattr(each, attribute) / 1e6, each.count, each.key) for each in averages]
     own = [row for row in own if row[0] > 0 and not row[2].startswith("ProfilerStep")]
-    whole = sum(taken for taken, _, _ in own)
-    if not whole:
+    total = sum(taken for taken, _, _ in own)
+    if not total:
         return []
     shown = sorted(own, reverse=True)[:_MOST_OPERATORS]
     return [
         "",
         f"{title:<48}{'ms a step':>12}{'share':>9}{'calls a step':>14}",
         *(
-            f"  {key[:44]:<46}{1e3 * taken / steps:>12.3f}{100 * taken / whole:>7.1f} %{calls / steps:>14.1f}"
+            f"  {key[:44]:<46}{1e3 * taken / steps:>12.3f}{100 * taken / total:>7.1f} %{calls / steps:>14.1f}"
             for taken, calls, key in shown
         ),
-        f"  {'all operators together':<46}{1e3 * whole / steps:>12.3f}  (of {1e3 * seconds / steps:.3f} ms of a step)",
+        f"  {'all operators together':<46}{1e3 * total / steps:>12.3f}  (of {1e3 * seconds / steps:.3f} ms of a step)",
     ]
 
 

@@ -22,13 +22,13 @@ from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.strategies.asynchronous.served import described, like_described, state_tensors
 from manyhosts.strategies.strategy import Scale, Steppable
 from manyhosts.strategies.tally import Agreed
-from manyhosts.strategies.whole_model import WholeModel
+from manyhosts.strategies.uncut_model import UncutModel
 
 After = tuple[list[Tensor], list[dict[str, Any]]]
 """Of each parameter its value, and what the optimizer keeps of it."""
 
 
-class MeetsAtSteps(WholeModel):
+class MeetsAtSteps(UncutModel):
     """All of such a strategy but its steps, which each adds."""
 
     def __init__(self, config: Any, world: World) -> None:
@@ -123,7 +123,7 @@ class MeetsAtSteps(WholeModel):
 
     # Workers that go and come: between two steps each has everything.
 
-    whole = False
+    full = False
     """A step that broke off is always done again, unless another worker has finished it: then this one takes that."""
 
     def let_go(self) -> None:

@@ -11,7 +11,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.records.json_text import parsed
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Put `content` at `path`. A crash leaves what was there before, never a part of the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}.half")
@@ -25,9 +25,9 @@ def write_whole(path: Path, content: bytes) -> None:
         half.unlink(missing_ok=True)
 
 
-def write_json_whole(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Put `value` at `path` as JSON that a person can read too. Plain values only; NaN is refused."""
-    write_whole(path, (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
+    write_atomically(path, (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
 
 
 def read_json(path: Path, *, version: int | None = None, written_by: str = "") -> dict[str, Any]:

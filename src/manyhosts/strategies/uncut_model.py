@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.holding import WHOLE, Holding
+from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
@@ -17,11 +17,11 @@ from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import TRAITS, Traits
 
 
-class WholeModel:
+class UncutModel:
     """All workers stand along one axis, `replicate`: each reads its part of the batch."""
 
     traits: ClassVar[Traits]
-    holding: Holding = WHOLE
+    holding: Holding = UNCUT
 
     def __init__(self, world: World) -> None:
         self.world, self.mesh = world, Mesh(world)
@@ -48,7 +48,7 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return norm
 
 
-class SingleProcess(WholeModel):
+class SingleProcess(UncutModel):
     """The plain strategy that every other one is compared with."""
 
     traits = TRAITS["single"]

@@ -207,8 +207,8 @@ def averaged(rank: int, folder: Path, kind: str, strategy: str) -> dict[str, Any
     trainer.save(folder / "best.safetensors")
     state = trainer.parts.callbacks.by_name[kind].averages()
     holding = trainer.parts.strategy.holding
-    found["average"] = {name: holding.whole(value).clone() for name, value in state.items()}
-    found["trained"] = {name: holding.whole(value).clone() for name, value in trainer.model.state_dict().items()}
+    found["average"] = {name: holding.full(value).clone() for name, value in state.items()}
+    found["trained"] = {name: holding.full(value).clone() for name, value in trainer.model.state_dict().items()}
     if rank == 0:
         shutil.copytree(folder / "whole", folder / "half")
         for each in (folder / "half" / "snapshots").iterdir():
@@ -220,7 +220,7 @@ def averaged(rank: int, folder: Path, kind: str, strategy: str) -> dict[str, Any
     again = made(folder / "again")
     found["resumed"] = again.fit(f"{STEPS} steps").weights_sha256
     state = again.parts.callbacks.by_name[kind].averages()
-    found["resumed average"] = {name: holding.whole(value).clone() for name, value in state.items()}
+    found["resumed average"] = {name: holding.full(value).clone() for name, value in state.items()}
     return found
 
 
@@ -332,7 +332,7 @@ def frozen(rank: int, folder: Path, kind: str, more: dict[str, Any]) -> dict[str
     trainer = made(folder)
     trainer.fit(f"{STEPS} steps")
     holding = trainer.parts.strategy.holding
-    return {name: holding.whole(value).clone() for name, value in trainer.model.state_dict().items()}
+    return {name: holding.full(value).clone() for name, value in trainer.model.state_dict().items()}
 
 
 FROZEN = {

@@ -203,7 +203,7 @@ def stepped(rank: int, names: Sequence[str], options: Mapping[str, Any] | None) 
         except ConfigError as error:
             found[name] = error.what
         else:
-            found[name] = {key: strategy.holding.whole(each).tolist() for key, each in placed.named_parameters()}
+            found[name] = {key: strategy.holding.full(each).tolist() for key, each in placed.named_parameters()}
     return found
 
 

@@ -114,7 +114,7 @@ def rounded_away(rank: int, size: int, options: Mapping[str, Any]) -> tuple[floa
     whole = [each.detach().clone() for each in model.parameters()]
     placed = strategy.place(model)
     strategy.forward_backward(placed, pieces_of(rank, size, 1), loss_of, lambda loss: loss, [0.0])
-    found = [strategy.holding.whole(each.grad) for each in placed.parameters()]
+    found = [strategy.holding.full(each.grad) for each in placed.parameters()]
     own = [gradients(whole, pieces_of(other, size, 1), size) for other in range(size)]
     share = options.get("shard", size)
     paper, exact = [], []
@@ -278,7 +278,7 @@ def first_values(rank: int) -> dict[str, bool]:
     strategy = FullySharded(FSDP(), world)
     placed = strategy.place(on_meta(Plain))
     found = placed.state_dict()
-    return {name: torch.equal(strategy.holding.whole(found[name]), value) for name, value in alone.state_dict().items()}
+    return {name: torch.equal(strategy.holding.full(found[name]), value) for name, value in alone.state_dict().items()}
 
 
 def test_a_model_without_values_gets_the_same_in_parts_as_in_one_process() -> None:

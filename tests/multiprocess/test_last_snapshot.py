@@ -29,13 +29,13 @@ RECIPE = replace(
     trainer={"virtual_workers": 4, "snapshots": {"every": "10000 steps"}, "validate_every": "10000 steps"},
 )
 LONG = replace(RECIPE, duration="100000 steps")
-UNCUT = replace(RECIPE, duration=f"{STEPS} steps")
+UNDISTURBED = replace(RECIPE, duration=f"{STEPS} steps")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed")
-    trained(1, UNCUT, run_dir)
+    trained(1, UNDISTURBED, run_dir)
     return run_dir
 
 
@@ -136,7 +136,7 @@ def test_worker_that_is_left_saves_its_step_and_the_next_start_goes_on_there(
     [step] = saved(run_dir)
     assert before <= step < STEPS
     assert [line["step"] for line in step_lines(run_dir)] == list(range(1, step + 1))
-    again = start(1, run_dir, UNCUT, [])
+    again = start(1, run_dir, UNDISTURBED, [])
     output = finish(again)
     assert again.returncode == 0, output
     ended, whole = summary(run_dir), summary(undisturbed)
@@ -152,7 +152,7 @@ def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_u
     tmp_path: Path, undisturbed: Path
 ) -> None:
     run_dir, script = tmp_path / "run", Path(__file__).with_name("failing_script.py")
-    process = start(3, run_dir, UNCUT, ["--restarts", "1", "--env", "FAILS=1"], script=script)
+    process = start(3, run_dir, UNDISTURBED, ["--restarts", "1", "--env", "FAILS=1"], script=script)
     output = finish(process)
     assert process.returncode == 1, output
     assert "starting all workers again (restart 1 of 1)" in output
@@ -160,7 +160,7 @@ def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_u
     assert 0 < before < last < STEPS
     assert f"continues after step {before}" in output
     assert saved(run_dir) == [last, before]
-    again = start(2, run_dir, UNCUT, [], script=script)
+    again = start(2, run_dir, UNDISTURBED, [], script=script)
     output = finish(again)
     assert again.returncode == 0, output
     assert f"continues after step {last}" in output
@@ -172,7 +172,7 @@ def test_worker_that_is_left_saves_before_each_restart_and_when_those_are_used_u
 
 def test_the_end_that_the_leader_has_told_is_told_once(tmp_path: Path) -> None:
     run_dir, script = tmp_path / "run", Path(__file__).with_name("failing_script.py")
-    process = start(2, run_dir, UNCUT, ["--env", "FAILS=0"], script=script)
+    process = start(2, run_dir, UNDISTURBED, ["--env", "FAILS=0"], script=script)
     output = finish(process)
     assert process.returncode == 1, output
     assert "saved step" in output, "the worker that is left has led"

@@ -49,7 +49,7 @@ def fitted(rank: int, folder: Path, strategy: str) -> list[dict[str, Tensor]]:
         )
         trainer.fit("6 steps")
         holding = trainer.parts.strategy.holding
-        found.append({name: holding.whole(value).clone() for name, value in trainer.model.state_dict().items()})
+        found.append({name: holding.full(value).clone() for name, value in trainer.model.state_dict().items()})
     return found
 
 

@@ -46,13 +46,13 @@ def grid(figures: Sequence[str]) -> str:
     return f'<div class="plots">{found}</div>' if found else ""
 
 
-def ticks(low: float, high: float, most: int = _MOST_TICKS, *, full: bool = False) -> list[float]:
+def ticks(low: float, high: float, most: int = _MOST_TICKS, *, integral: bool = False) -> list[float]:
     """At most `most` round numbers from `low` to `high`, at least one."""
     span = (high - low) or abs(high) or 1.0
     step = 10.0 ** math.floor(math.log10(span / most))
     for factor in (1, 2, 5, 10, 20):
         every = step * factor
-        if full:
+        if integral:
             every = max(1.0, round(every))
         first, last = math.ceil(low / every - 1e-9), math.floor(high / every + 1e-9)
         if last - first < most:
@@ -82,9 +82,9 @@ class _Axis:
         low, high, at = (math.log10(each) if self.is_log else each for each in (self.low, self.high, value))
         return self.begin + (at - low) / ((high - low) or 1.0) * (self.end - self.begin)
 
-    def labels(self, *, full: bool = False) -> list[float]:
+    def labels(self, *, integral: bool = False) -> list[float]:
         if not self.is_log:
-            return ticks(self.low, self.high, full=full)
+            return ticks(self.low, self.high, integral=integral)
         first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
         every = max(1, -(-(last - first + 1) // _MOST_TICKS))
         powers = [10.0**power for power in range(first, last + 1, every)]
@@ -123,7 +123,7 @@ def _rules(across: _Axis, up: _Axis, x: str, y: str, integral_x: bool) -> list[s
         at = up.place(value)
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{at + 5:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in across.labels(full=integral_x):
+    for value in across.labels(integral=integral_x):
         at = across.place(value)
         parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
         parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{short(value)}</text>')

@@ -152,7 +152,7 @@ class CutModel:
         self._full = False  # the update follows, and nothing breaks it off
 
     @property
-    def full(self) -> bool:
+    def complete(self) -> bool:
         """Whether lacking is only the word that all have all that their updates take."""
         return self._full
 

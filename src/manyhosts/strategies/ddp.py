@@ -45,7 +45,7 @@ class DataParallel(UncutModel):
         """Steps that gradients were exchanged in."""
         self.stopwatch = Stopwatch(world) if config.compression == "auto" else None
         """There while it is not yet known which compression to use."""
-        self._full = False
+        self._complete = False
         self.names: dict[int, str] = {}
         """Of the parameters, by their numbers in the buckets."""
         self.model_watch: ModelWatch | None = None
@@ -89,9 +89,9 @@ class DataParallel(UncutModel):
         )
 
     @property
-    def full(self) -> bool:
+    def complete(self) -> bool:
         """Whether all sums of the step under way are here, and what the compression keeps of it is known."""
-        return self._full
+        return self._complete
 
     def let_go(self) -> None:
         """Wait for the communication queues."""
@@ -100,7 +100,7 @@ class DataParallel(UncutModel):
 
     def step_back(self) -> None:
         """Have what the compression keeps and remembers as before the step under way."""
-        self._full = False
+        self._complete = False
         if self.buckets is not None and self.buckets.compressor is not None:
             self.buckets.compressor.step_back()
         for buckets in self.groups:
@@ -199,7 +199,7 @@ class DataParallel(UncutModel):
             late.finish()
         if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
             self.world.exchange_s += time.perf_counter() - buckets.first_left
-        self._full = last_word
+        self._complete = last_word
         if summed is None:
             self.world.wait(tally.start_sum())
         else:
@@ -218,7 +218,7 @@ class DataParallel(UncutModel):
         self._merge_buckets()
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
-        self._full = False
+        self._complete = False
         if self.model_watch is not None:
             self.model_watch.watch.count_step()
         for late in self.more:

@@ -25,7 +25,7 @@ from manyhosts.records.metrics import line_of
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
 
-UNCUT: list[Event] = [
+ALL: list[Event] = [
     started(),
     *(stepped(step) for step in (1, 2, 3, 4)),
     epoch_done(4),
@@ -49,9 +49,9 @@ def tell_all(folder: Path, *events: Event) -> None:
 
 
 def test_run_leaves_its_metrics_its_summary_and_tensorboards_files(tmp_path: Path) -> None:
-    tell_all(tmp_path, *UNCUT)
+    tell_all(tmp_path, *ALL)
     run = RunDirectory(tmp_path)
-    assert len(metrics.read(run.metrics)) == len(UNCUT)
+    assert len(metrics.read(run.metrics)) == len(ALL)
     summary = Summary.read(run.summary)
     assert (summary.status, summary.steps, summary.test) == ("completed", 4, {"loss": 0.25, "accuracy": 0.875})
     assert list(run.tensorboard.glob("events.out.tfevents.*"))
@@ -59,7 +59,7 @@ def test_run_leaves_its_metrics_its_summary_and_tensorboards_files(tmp_path: Pat
 
 def test_summary_stands_there_when_fit_is_over_before_any_test(tmp_path: Path) -> None:
     tell = Broadcast(standard(RunDirectory(tmp_path), record(), Silent()))
-    for event in UNCUT[:-1]:
+    for event in ALL[:-1]:
         tell(event)
     summary = Summary.read(RunDirectory(tmp_path).summary)
     assert (summary.steps, summary.test) == (4, {})
@@ -73,9 +73,9 @@ def test_run_that_was_killed_and_gone_on_with_has_the_summary_of_a_whole_one_but
     for event in [started(), stepped(1), stepped(2), stepped(3)]:
         killed(event)
     killed.flush()  # and then nothing more: the process is gone
-    rest = [event for event in UNCUT if isinstance(event, type(stepped(1))) and event.step > 1]
-    tell_all(run.path, started(1, time=BEGIN + 5), *rest, *UNCUT[5:])
-    tell_all(tmp_path / "whole", *UNCUT)
+    rest = [event for event in ALL if isinstance(event, type(stepped(1))) and event.step > 1]
+    tell_all(run.path, started(1, time=BEGIN + 5), *rest, *ALL[5:])
+    tell_all(tmp_path / "whole", *ALL)
     broken, whole = (json.loads(RunDirectory(tmp_path / name).summary.read_text()) for name in ("broken", "whole"))
     cost = {"restarts": 1, "steps_redone": 2, "samples_lost": 16, "seconds_lost": 4.0}
     assert {key: broken[key] for key in cost} == cost
@@ -89,15 +89,15 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from stories import *
-from test_standard import WHOLE
+from test_standard import ALL
 from manyhosts.listeners.broadcast import Broadcast
 from manyhosts.listeners.standard import standard
 from manyhosts.records.run_directory import RunDirectory
 
 tell = Broadcast(standard(RunDirectory(Path(sys.argv[1])), record()))
-for event in WHOLE:
+for event in ALL:
     tell(event)
-    if event is WHOLE[3]:
+    if event is ALL[3]:
         time.sleep(0.6)
         print("printed by the script", flush=True)
         time.sleep(0.6)
@@ -222,6 +222,6 @@ def test_listener_that_cannot_write_stops_neither_training_nor_the_others(
 ) -> None:
     run = RunDirectory(tmp_path)
     run.tensorboard.write_text("a file in the way")
-    tell_all(run.path, *UNCUT)
+    tell_all(run.path, *ALL)
     assert "WriteTensorBoard failed at " in caplog.text
     assert Summary.read(run.summary).steps == 4

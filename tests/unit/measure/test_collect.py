@@ -62,7 +62,7 @@ def test_workers_of_a_script_that_cuts_its_model_are_timed_with_all_of_it() -> N
     assert found.strategy == {"name": "fsdp"}
     given = asked(settings={"zero": "2", "micro_batch_size": "4"})
     assert "zero" in settings_of(given, Request())
-    whole = settings_of(given, Request(whole=True))
+    whole = settings_of(given, Request(uncut=True))
     assert (whole["strategy"], whole["micro_batch_size"], "zero" in whole) == ("ddp", "4", False)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from manyhosts.planner.memory import ModelBytes, in_parts, whole
+from manyhosts.planner.memory import ModelBytes, in_parts, uncut
 
 MODEL = ModelBytes(
     parameters=1000, gradients=1000, optimizer=2000, buffers=16, activations=30, backward=5, update=20,
@@ -44,31 +44,31 @@ def test_what_is_not_there_together_is_not_counted_twice() -> None:
 
 
 def test_whole_model_has_its_gradients_in_buckets() -> None:
-    held = whole(MODEL, workers=2)
+    held = uncut(MODEL, workers=2)
     assert held.total == 1000 + 1000 + 2000 + 16 + 30 + 5
-    waiting = whole(replace(MODEL, several=True), workers=2)
+    waiting = uncut(replace(MODEL, several=True), workers=2)
     assert waiting.total - held.total == 1000, "on a GPU those of the first micro-batches are not in them"
-    assert whole(replace(MODEL, several=True), workers=1).total == held.total
+    assert uncut(replace(MODEL, several=True), workers=1).total == held.total
 
 
 def test_buckets_are_made_anew_once() -> None:
     """Without an optimizer that keeps something, that is when most is held."""
     plain = replace(MODEL, optimizer=0)
-    assert whole(plain, workers=2).total == 1000 + 2 * 1000 + 16
-    assert whole(plain, workers=1).total == 1000 + 1000 + 16 + 35
+    assert uncut(plain, workers=2).total == 1000 + 2 * 1000 + 16
+    assert uncut(plain, workers=1).total == 1000 + 1000 + 16 + 35
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_snapshot_is_written_from_a_copy_in_the_memory_of_the_host(workers: int) -> None:
-    host, gpu = whole(replace(MODEL, on_cpu=True), workers=workers), whole(MODEL, workers=workers)
+    host, gpu = uncut(replace(MODEL, on_cpu=True), workers=workers), uncut(MODEL, workers=workers)
     assert host.total - gpu.total == 3016 // workers
 
 
 def test_update_counts_where_it_takes_more_than_passes_do() -> None:
-    assert whole(replace(MODEL, update=500), workers=2).total == 1000 + 1000 + 2000 + 16 + 500
+    assert uncut(replace(MODEL, update=500), workers=2).total == 1000 + 1000 + 2000 + 16 + 500
     parts = in_parts(replace(MODEL, update=50_000), shard=4, workers=4, zero=3, gathered=1.0)
     assert parts.total == 250 + 250 + 500 + 16 + 12_500
 
 
 def test_one_worker_alone_holds_all() -> None:
-    assert in_parts(MODEL, shard=1, workers=1, zero=3, gathered=1.0) == whole(MODEL, workers=1)
+    assert in_parts(MODEL, shard=1, workers=1, zero=3, gathered=1.0) == uncut(MODEL, workers=1)

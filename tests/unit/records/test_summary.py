@@ -21,7 +21,7 @@ FIELDS = (
     "steps_redone samples_lost seconds_lost train_loss validation best test weights_sha256 seconds schema_version"
 )
 
-UNCUT: list[Event] = [
+ALL: list[Event] = [
     started(),
     *(stepped(step, loss=float(step), lr=0.1 * step, samples=8) for step in (1, 2, 3)),
     stepped(4, loss=4.0, samples=4, seconds=3.0, bytes_sent=5000),
@@ -43,7 +43,7 @@ def test_fields_are_those_of_the_design_and_no_more() -> None:
 
 
 def test_every_number_is_the_one_reckoned_by_hand() -> None:
-    summary = summary_of(*UNCUT)
+    summary = summary_of(*ALL)
     assert summary == Summary(
         status="stopped early",
         reason="accuracy is no better",
@@ -82,7 +82,7 @@ def test_every_number_is_the_one_reckoned_by_hand() -> None:
 
 
 def test_parts_of_a_step_add_up_to_its_mean() -> None:
-    step_seconds = summary_of(*UNCUT).step_seconds
+    step_seconds = summary_of(*ALL).step_seconds
     parts = [value for name, value in step_seconds.items() if name not in ("median", "p95")]
     assert sum(parts) == pytest.approx(9 / 7)
 
@@ -90,12 +90,12 @@ def test_parts_of_a_step_add_up_to_its_mean() -> None:
 def test_summary_of_a_run_that_broke_off_is_that_of_a_whole_one_but_for_what_it_cost() -> None:
     again = BEGIN + 100
     broken: list[Event] = [
-        *UNCUT[:7],  # to the epoch's end, after step 4
+        *ALL[:7],  # to the epoch's end, after step 4
         Recovered(step=4, reason="killed", how="from a snapshot", steps_redone=2, seconds_lost=96, time=again),
         started(4, time=again),
-        *(dataclasses.replace(event, time=event.time + 96) for event in UNCUT[7:]),
+        *(dataclasses.replace(event, time=event.time + 96) for event in ALL[7:]),
     ]
-    whole, summary = summary_of(*UNCUT), summary_of(*broken)
+    whole, summary = summary_of(*ALL), summary_of(*broken)
     assert (summary.restarts, summary.steps_redone, summary.seconds_lost) == (1, 2, 96)
     assert summary.seconds == whole.seconds + 96
     same = {"restarts": 0, "steps_redone": 0, "seconds_lost": 0.0, "seconds": whole.seconds}
@@ -123,9 +123,9 @@ def test_what_was_written_beside_the_loop_and_told_late_turns_no_clock_back() ->
 
 
 def test_test_is_added_to_what_the_run_was() -> None:
-    summary = summary_of(*UNCUT, was_tested(7, loss=0.4, accuracy=0.75))
+    summary = summary_of(*ALL, was_tested(7, loss=0.4, accuracy=0.75))
     assert summary.test == {"loss": 0.4, "accuracy": 0.75}
-    assert dataclasses.replace(summary, test={}) == summary_of(*UNCUT)
+    assert dataclasses.replace(summary, test={}) == summary_of(*ALL)
 
 
 def test_test_without_training_has_a_summary_too() -> None:
@@ -139,15 +139,15 @@ def test_test_without_training_has_a_summary_too() -> None:
     [({"batch_size": 8}, 8), ({"batch_size": None, "batch_size_per_worker": 16}, 32)],
 )
 def test_global_batch_is_that_of_all_workers(settings: dict, batch: int) -> None:
-    assert summary_of(*UNCUT, **settings).global_batch == batch
+    assert summary_of(*ALL, **settings).global_batch == batch
 
 
 def test_best_is_by_the_loss_where_nobody_says_otherwise() -> None:
-    assert summary_of(*UNCUT, early_stopping=None).best == {"metric": "loss", "value": 0.6, "step": 4}
+    assert summary_of(*ALL, early_stopping=None).best == {"metric": "loss", "value": 0.6, "step": 4}
 
 
 def test_compression_is_the_strategys() -> None:
-    lines = [line_of(event) for event in UNCUT]
+    lines = [line_of(event) for event in ALL]
     compressed = dataclasses.replace(record(), settings={**record().settings, "strategy": {"compression": "int8"}})
     assert summarise(lines, compressed).compression == "int8"
 
@@ -168,7 +168,7 @@ def test_step_behind_the_end_is_of_a_worker_that_had_come_farther_than_who_told_
 
 def test_summary_is_read_back_also_with_a_loss_that_is_no_number(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    whole = summary_of(*UNCUT)
+    whole = summary_of(*ALL)
     whole.write(path)
     assert Summary.read(path) == whole
     broken = dataclasses.replace(whole, train_loss=math.inf, validation={"loss": math.nan})
@@ -186,7 +186,7 @@ def test_summary_is_read_back_also_with_a_loss_that_is_no_number(tmp_path: Path)
 )
 def test_summary_that_cannot_be_understood_is_refused(tmp_path: Path, change: dict, words: str) -> None:
     path = tmp_path / "summary.json"
-    summary_of(*UNCUT).write(path)
+    summary_of(*ALL).write(path)
     fields = {**json.loads(path.read_text()), **change}
     if fields["steps"] is None:
         del fields["steps"]
@@ -209,7 +209,7 @@ def test_summary_names_what_auto_took_and_why() -> None:
 
 def test_summary_that_was_written_before_there_was_a_network_in_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    summary_of(*UNCUT).write(path)
+    summary_of(*ALL).write(path)
     fields = json.loads(path.read_text())
     del fields["network"], fields["compression_reason"]
     path.write_text(json.dumps(fields))

@@ -47,7 +47,7 @@ def elements(box: Box) -> Counter[tuple[int, ...]]:
 def test_boxes_are_exact_just_where_each_element_is_counted_once(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = case
     held: Counter[tuple[int, ...]] = sum(map(elements, boxes), Counter())
-    exact = held == elements(Box.whole(shape)) or not elements(Box.whole(shape))
+    exact = held == elements(Box.full(shape)) or not elements(Box.full(shape))
     assert (flaw(shape, boxes) == "") == exact
 
 

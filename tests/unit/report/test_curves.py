@@ -16,7 +16,7 @@ numbers = st.floats(-1e9, 1e9, allow_nan=False).filter(lambda value: value == 0 
 @given(numbers, numbers, st.booleans())
 def test_ticks_are_few_ascending_and_inside(one: float, other: float, whole: bool) -> None:
     low, high = sorted((one, other))
-    found = ticks(low, high, whole=whole)
+    found = ticks(low, high, integral=whole)
     assert 1 <= len(found) <= 5
     assert found == sorted(set(found))
     around = 1e-6 * max(abs(low), abs(high), 1e-9)
@@ -27,7 +27,7 @@ def test_ticks_are_few_ascending_and_inside(one: float, other: float, whole: boo
 def test_ticks_are_round() -> None:
     assert ticks(0, 1) == [0, 0.2, 0.4, 0.6000000000000001, 0.8] or len(ticks(0, 1)) <= 5
     assert ticks(3, 98) == [20, 40, 60, 80]
-    assert ticks(1, 4, whole=True) == [1, 2, 3, 4]
+    assert ticks(1, 4, integral=True) == [1, 2, 3, 4]
 
 
 @given(numbers)

@@ -51,7 +51,7 @@ def rows(workers: int) -> Layout:
     found: Layout = [{} for _ in range(workers)]
     for name, tensor in STATE.items():
         if tensor.dim() == 0 or not tensor.numel():
-            found[0][name] = Box.whole(tuple(tensor.shape))
+            found[0][name] = Box.full(tuple(tensor.shape))
             continue
         size = math.ceil(tensor.shape[0] / workers)
         for worker, begin in enumerate(range(0, tensor.shape[0], size)):
@@ -65,7 +65,7 @@ def grid(down: int, across: int) -> Layout:
     found: Layout = [{} for _ in range(down * across)]
     for name, tensor in STATE.items():
         if tensor.dim() < 2 or not tensor.numel():
-            found[-1][name] = Box.whole(tuple(tensor.shape))
+            found[-1][name] = Box.full(tuple(tensor.shape))
             continue
         first, last = (
             [round(side * i / n) for i in range(n + 1)]
@@ -84,11 +84,7 @@ def grid(down: int, across: int) -> Layout:
 def stages(workers: int) -> Layout:
     """As a pipeline: each worker has other tensors."""
     return [
-        {
-            name: Box.whole(tuple(tensor.shape))
-            for i, (name, tensor) in enumerate(STATE.items())
-            if i % workers == worker
-        }
+        {name: Box.full(tuple(tensor.shape)) for i, (name, tensor) in enumerate(STATE.items()) if i % workers == worker}
         for worker in range(workers)
     ]
 
@@ -106,7 +102,7 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
 
 
 def cut(name: str, box: Box) -> Tensor:
-    return STATE[name][box.within(Box.whole(tuple(STATE[name].shape)))]
+    return STATE[name][box.within(Box.full(tuple(STATE[name].shape)))]
 
 
 def save(folder: Path, layout: Layout, change: Callable[[dict[str, TensorRecord]], None] = lambda _: None) -> Path:
@@ -178,7 +174,7 @@ def test_a_block_takes_the_memory_of_the_block_and_opens_the_files_that_hold_it(
     box = Box((2, 1), (2, 3))
     assert torch.equal(loaded.tensors().block("weight", box), cut("weight", box))
     with pytest.raises(SnapshotError, match="cannot be read"):
-        loaded.tensors().whole("weight")
+        loaded.tensors().full("weight")
 
 
 def test_a_snapshot_is_checked_in_the_memory_of_a_few_pieces(tmp_path: Path) -> None:

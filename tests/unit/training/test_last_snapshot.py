@@ -129,8 +129,8 @@ def compress(last: LastSnapshot) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (put("loop.state.step", 0), "stands at no step"),
-        (put("loop.at.inconsistent", True), "stands at no step"),
+        (put("loop.state.step", 0), "not between two steps"),
+        (put("loop.at.inconsistent", True), "not between two steps"),
         (put("loop.state.best_step", 2), "the best model, of a step before, was being written"),
         (audit, "whether it computed rightly"),
         (put("loop.at.trusted", 2), "whether it computed rightly"),

@@ -263,7 +263,7 @@ def test_chain_of_streams_that_have_no_length_trains(tmp_path: Path) -> None:
 
 
 def test_warm_up_of_a_stream_must_be_in_steps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody knows how many steps"):
+    with pytest.raises(ConfigError, match="it is not known how many steps"):
         trainer(tmp_path, data=mh.Data(train=Stream(35), batch_size=10), warmup="1 epoch")
 
 

@@ -50,4 +50,4 @@ def worth_it(compression: Compression, parameter: nn.Parameter, *, above: int) -
 
 def takes_full_tensors(compression: Compression) -> bool:
     """Whether it looks at shapes, so that a tensor may not be cut over several chunks."""
-    return bool(getattr(compression, "whole_tensors", False))
+    return bool(getattr(compression, "full_tensors", False))

@@ -123,7 +123,7 @@ class MeetsAtSteps(UncutModel):
 
     # Workers that go and come: between two steps each has everything.
 
-    full = False
+    complete = False
     """A step that broke off is always done again, unless another worker has finished it: then this one takes that."""
 
     def let_go(self) -> None:

@@ -120,7 +120,7 @@ class LastSnapshot:
         """Why what this worker holds is not all that a run needs to continue; empty where it is."""
         parts, state, loop = self.snapshot_schedule.parts, self.loop.state, self.loop
         if state.step < 1 or loop.at.inconsistent:
-            return "it is idle"
+            return "it is not between two steps"
         if state.best_step != state.step and self.snapshot_schedule.lacks_best(state):
             return "the best model, of a step before, was being written"
         if parts.auditor is not None or loop.at.trusted is not None:

@@ -24,7 +24,7 @@ class SetDraws(TorchDispatchMode):
     def __init__(self, value: float, sizes: Collection[int], own: Iterable[Tensor] | None = None) -> None:
         """`sizes`: of the batches. An integer below one of these could choose a sample: that is not set.
 
-        `own`: the tensors that may be written into, beside those that are made within; None: all.
+        `own`: the tensors that may be written into, besides those that are made within; None: all.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.value, self.sizes = value, sizes
@@ -49,8 +49,7 @@ class SetDraws(TorchDispatchMode):
         Raises:
             NotTried: it would change a tensor that is there before, and will be afterwards.
         """
-        given = kwargs or {}
-        own = self._own
+        given, own = kwargs or {}, self._own
         if own is not None and func._schema.is_mutable:
             named, arguments = _by_name(func, args, given), func._schema.arguments
             written = [named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write]

@@ -33,7 +33,7 @@ from manyhosts.communication.packing import Members, ReadyOrder, packed
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """Parameters whose gradients travel together, one behind the other in `buffer`.
+    """Parameters whose gradients travel together, one after the other in `buffer`.
 
     Where there is a compression, the parameters that go through it stand first.
     """

@@ -18,7 +18,7 @@ from manyhosts.cluster.store_line import StoreGone, StoreLine, StoreTimeout
 
 
 class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch names it public all the same
-    """What one group of workers meets at. Whoever uses it in a process group has to keep it: C++ calls these methods.
+    """What one group of workers meets at. Code that uses it in a process group has to keep it: C++ calls these methods.
 
     A worker of Gloo asks for the address of each worker by itself, twice: to wait for it, and to have it. Where it is
     known how many there are (`expecting`), the first such question is one for all of them, and the others are answered
@@ -29,7 +29,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
     """
 
     def __init__(self, line: StoreLine, timeout: timedelta) -> None:
-        """`timeout` is how long `get` and `wait` wait where they are not told."""
+        """`timeout` is how long `get` and `wait` wait where no time is given."""
         super().__init__()
         self._line, self._timeout = line, timeout
         self._clones: list[ChannelStore] = []
@@ -41,11 +41,11 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         """What has come of the others and was not asked for yet. It is handed out once."""
 
     def close(self) -> None:
-        """Have whoever waits wait no more, in any thread."""
+        """Have those that wait wait no more, in any thread."""
         self._line.close()
 
     def clone(self) -> ChannelStore:
-        """The same values, for C++ to use beside this one."""
+        """The same values, for C++ to use, too."""
         self._clones.append(ChannelStore(self._line, self._timeout))
         self._clones[-1]._size = self._size
         return self._clones[-1]
@@ -68,7 +68,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait where they are not told."""
+        """How long `get` and `wait` wait where no time is given."""
         return self._timeout
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -112,7 +112,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         return b64decode(found)
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Put `value` behind what is there."""
+        """Put `value` after what is there."""
         self._ask("append", name=key, value=_text(value))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -1,9 +1,9 @@
-"""Exchanges of several collectives, run beside the backward pass.
+"""Exchanges of several collectives, run during the backward pass.
 
 An exchange that compresses, sends, adds, compresses again and sends again cannot be handed to the network in one call.
 It is a plain function, which a communication queue runs: on a CPU a thread, on a GPU a stream. Each has a process group
 of its own: the queue of every worker sends the same things in the same order whatever its main thread sends meanwhile,
-and what that one sends does not wait behind them. On a CPU there are two queues, taken in turn: while one waits for the
+and what that one sends does not wait after them. On a CPU there are two queues, taken in turn: while one waits for the
 network, the other computes.
 """
 
@@ -145,7 +145,7 @@ def _work(queue: SimpleQueue[tuple[Job, QueuedExchange] | None], link: Link) -> 
             sent, begin = link.bytes_sent, time.perf_counter()
             try:
                 job(link)
-            except BaseException as error:  # told to the main thread, which waits for the exchange
+            except BaseException as error:  # raised in the main thread, which waits for the exchange
                 broken = error
             queued.seconds = time.perf_counter() - begin
             queued.bytes_sent = link.bytes_sent - sent

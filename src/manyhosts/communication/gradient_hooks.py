@@ -14,7 +14,7 @@ from manyhosts.errors import ConfigError
 
 
 class Buckets(Protocol):
-    """Whoever wants to hear of gradients."""
+    """What wants to hear of gradients."""
 
     def ready(self, number: int, parameter: Tensor) -> None:
         """There is a gradient of `parameter`, which has this number."""

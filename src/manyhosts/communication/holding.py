@@ -11,7 +11,7 @@ from manyhosts.communication.parts import TensorPart
 
 
 class Holding:
-    """How a strategy has laid out tensors over the workers. As it is here every worker holds every tensor whole."""
+    """How a strategy has laid out tensors over the workers. As it is here every worker holds every tensor in full."""
 
     by_stage: ClassVar[bool] = False
     """Whether some workers have tensors of which others have nothing, nor what the optimizer keeps of them."""

@@ -1,9 +1,9 @@
-"""What may change in a model beside its gradients: tensors in a forward pass, and which parameters are trained.
+"""What may change in a model besides its gradients: tensors in a forward pass, and which parameters are trained.
 
 A buffer changes in place, or another tensor or other memory is put where it was: that shows in the module that holds
 it, without a look at the values. What is written through `.data` does not show, so the values are looked at in the
 first steps, and now and then. In the same steps it is seen whether the forward pass wrote into parameters. BatchNorm's
-running values are no affair of this: whoever computes sees to them.
+running values are no affair of this: the code that computes sees to them.
 
 Two numbers per worker tell whether all workers have the same: a checksum h and its square, of which the sums over n
 workers are S and T. All checksums are equal where n T = S² (Cauchy-Schwarz), and the numbers are small enough for

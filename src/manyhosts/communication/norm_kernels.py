@@ -198,5 +198,5 @@ def _dense(tensor: Tensor, x: Tensor) -> Tensor:
 
 
 def _like(of_channels: Tensor | None, mean: Tensor) -> Tensor | None:
-    """In the type that the kernels compute in: beside that of the samples they take no other."""
+    """In the type that the kernels compute in: besides that of the samples they take no other."""
     return None if of_channels is None else of_channels.to(mean.dtype).contiguous()

@@ -67,7 +67,7 @@ class ReadyOrder:
         """Parameters by number as their gradients came, while that is being found out; None afterwards."""
         self.present = self.guess
         self.in_parts: set[int] = set()
-        """Parameters whose gradient came several times in that pass, each time with more in it: whoever sees it come
+        """Parameters whose gradient came several times in that pass, each time with more in it: one that sees it come
         does not know whether it is complete before the pass is over. Reentrant checkpoints of shared layers do that."""
 
     def forget(self) -> None:

@@ -25,7 +25,7 @@ class TensorPart:
 
     @classmethod
     def all_of(cls, tensor: Tensor) -> TensorPart:
-        """A tensor that one worker holds whole."""
+        """A tensor that one worker holds in full."""
         shape = tuple(tensor.shape)
         return cls(tensor, (0,) * len(shape), shape)
 

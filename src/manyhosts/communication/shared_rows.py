@@ -2,9 +2,9 @@
 
 A small exchange over Gloo costs a tenth of a millisecond and more, nearly all of it for waking threads; a model with
 BatchNorm in every block makes dozens of them in each step, and none can be hidden behind computing. Here a worker
-writes its row and a number behind it, and reads the rows of the others when their numbers are as high.
+writes its row and a number after it, and reads the rows of the others when their numbers are as high.
 
-Each worker has two rows, used in turn: whoever writes its next but one has seen the number of the next from all others,
+Each worker has two rows, used in turn: the next but one is written when all others have the number of the next,
 and those had read the one before. On x86 what one core writes is seen by others in that order; machines of other kinds
 exchange by Gloo. A worker holds a lock on its byte of the file, which the system lets go of when the worker ends,
 however it ends: so those who wait for it notice. The file never has a name, so that nothing of it is left behind where

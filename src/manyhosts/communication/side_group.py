@@ -1,4 +1,4 @@
-"""Connections of the workers beside those that they train over: for a thread that sends while training continues."""
+"""Connections of the workers besides those that they train over: for a thread that sends while training continues."""
 
 from __future__ import annotations
 

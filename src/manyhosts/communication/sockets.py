@@ -25,7 +25,7 @@ class Mine:
 
     @contextmanager
     def opened(self, *, too: bool = False) -> Iterator[None]:
-        """What is opened within belongs to the group; with `too`, beside what was opened before."""
+        """What is opened within belongs to the group; with `too`, besides what was opened before."""
         before = (self._mine or set()) if too else set()
         self._mine = None
         self._others = _sockets() - before

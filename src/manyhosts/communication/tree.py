@@ -5,7 +5,7 @@ there are; one whose right half has no leaf is its left half. So the tree knows 
 
     parts 0 1 2 3 4        ((0 + 1) + (2 + 3)) + 4
 
-Whoever adds neighbours in this tree, and nothing but neighbours, gets the same bits as everybody else. A worker that
+Adding neighbours in this tree, and nothing but neighbours, gives the same bits as everybody else. A worker that
 has contiguous parts adds what it can, as a binary counter carries, and is left with at most 2 log2(parts) subtrees.
 """
 
@@ -32,7 +32,7 @@ class Node:
 
     @property
     def behind(self) -> int:
-        """The leaf behind its last one; there may be fewer parts."""
+        """The leaf after its last one; there may be fewer parts."""
         return (self.index + 1) << self.level
 
 

@@ -24,7 +24,7 @@ _ALIGNED_BYTES = 64
 
 
 class TreeBucket:
-    """Parameters whose gradients travel together, their use counts behind them: how many parts used each."""
+    """Parameters whose gradients travel together, their use counts after them: how many parts used each."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, stretch_bytes: int) -> None:
         self.parameters = parameters

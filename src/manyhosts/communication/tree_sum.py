@@ -29,7 +29,7 @@ class Pace:
     stretch_bytes: int
     """About so many bytes of a vector are exchanged at a time."""
     lag: int
-    """The second half of a stretch's exchange begins after the first half of the `lag`-th one behind it."""
+    """The second half of a stretch's exchange begins after the first half of the `lag`-th one after it."""
 
 
 ON_CPU = Pace(stretch_bytes=2_000_000, lag=32)
@@ -49,7 +49,7 @@ class TreeSum:
     For each step: `begin`; `open` and `close` for each part in order; `Exchange.send`, `Exchange.finish`; `result`.
 
     It travels in stretches of about `stretch_bytes`, each exchanged by itself: a stretch can be on its way to all
-    while the next one comes in. In memory one stretch lies behind the other, and in each the chunk of each worker.
+    while the next one comes in. In memory one stretch lies after the other, and in each the chunk of each worker.
     """
 
     def __init__(self, length: int, *, dtype: torch.dtype, world: World, stretch_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """The workers that train together, and this one's place among them.
 
-One `World` lives as long as the worker. Its members may change (a worker dies, another joins), so whoever talks to the
+One `World` lives as long as the worker. Its members may change (a worker dies, another joins), so code that uses the
 others holds the world and asks it, and never keeps a rank or a size.
 """
 
@@ -270,7 +270,7 @@ class World(Collectives):
         one.
 
         On a GPU an exchange that is cut off ends without a word, and leaves anything at all. So the host waits, and an
-        abort leaves its mark before it cuts anything off: where there is none behind the wait, all is complete.
+        abort leaves its mark before it cuts anything off: where there is none after the wait, all is complete.
 
         Raises:
             CommunicationError: the group is broken.

@@ -34,7 +34,7 @@ class Mesh:
     tensor: int = 0
     """Workers that compute parts of each layer, of the same samples."""
     pipeline: int = 0
-    """Stages, one behind the other."""
+    """Stages, one after the other."""
 
     def __post_init__(self) -> None:
         check_kinds(self, prefix="mesh.")

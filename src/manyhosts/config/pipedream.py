@@ -29,7 +29,7 @@ class PipeDream(Pipeline):
     of one update ago, on every stage alike; `all`: the newest of its forward pass, kept until its backward pass;
     `one`: the newest of each pass, so that nothing is kept, and at most one update lies between them."""
     accumulate: int = 4
-    """Micro-batches behind one update. At least one fewer than there are stages, but with `all`, which takes any."""
+    """Micro-batches of one update. At least one fewer than there are stages, but with `all`, which takes any."""
 
     def __post_init__(self) -> None:
         Pipeline.__post_init__(self)  # `super()` knows the class of before `slots`

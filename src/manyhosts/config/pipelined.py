@@ -31,7 +31,7 @@ class Pipeline:
     """Where the model is cut. `measured`: rank 0 times each block, and the slowest stage is as fast as it can be;
     `layers`: equally many blocks for each worker; `memory`: the parameters of the stage that has most of them are as
     few as they can be; or the names of the blocks with which the second stage and those
-    behind it begin, such as `["blocks.4", "blocks.8"]` (with commas between them in `--set`)."""
+    after it begin, such as `["blocks.4", "blocks.8"]` (with commas between them in `--set`)."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """In which order a worker computes the micro-batches of a step; bits do not depend on it. `gpipe`: all forward
     passes, then all backward passes; `1f1b`: a backward pass as soon as there is one, so that few micro-batches are
@@ -83,7 +83,7 @@ class Pipeline:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The blocks with which stages behind the first begin, where they are named."""
+        """The blocks with which stages after the first begin, where they are named."""
         if self.cuts in (MEASURED, BY_LAYERS, BY_MEMORY):
             return ()
         words = self.cuts.split(",") if isinstance(self.cuts, str) else self.cuts

@@ -16,7 +16,7 @@ _FIX = 'write it as --profile "20 steps", for some ranks as "20 steps@0,3", for 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """So many steps, behind those that warm up, of these ranks; of all where `ranks` is None."""
+    """So many steps, after those that warm up, of these ranks; of all where `ranks` is None."""
 
     steps: int
     ranks: tuple[int, ...] | None = (0,)

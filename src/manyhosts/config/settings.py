@@ -18,12 +18,12 @@ ActivationCheckpointing = float | Literal["blocks", "all"] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The plain values behind one `Trainer`. Recorded in `run.json`; each can be changed by `--set key=value`."""
+    """The plain values of one `Trainer`. Recorded in `run.json`; each can be changed by `--set key=value`."""
 
     duration: str = "1 epoch"
     """How long `fit` trains: `"20 epochs"`, `"500 steps"`, `"2h30m"`, `"20 epochs or 2h"`."""
     batch_size: int | None = None
-    """Samples behind one optimizer step, over all workers."""
+    """Samples of one optimizer step, over all workers."""
     batch_size_per_worker: int | None = None
     """The other way: samples per worker and step, so that the batch grows with the workers."""
     micro_batch_size: int | None = None

@@ -32,7 +32,7 @@ class Snapshots:
             raise ConfigError(
                 f"keep is {self.keep}, but a run needs at least one snapshot to continue from",
                 where="snapshots.keep",
-                fix="set it to 1 or more; 3 is usual, so that a damaged one has others behind it",
+                fix="set it to 1 or more; 3 is usual, so that a damaged one has others after it",
             )
         if self.to is not None:
             _check_address(self.to)

@@ -97,7 +97,7 @@ class _Worker:
 
     def _may(self, kind: str) -> bool:
         """Whether there is room for one more: as many forward passes wait for their backward pass as keep the workers
-        behind this one busy, and for their weights as there are workers."""
+        after this one busy, and for their weights as there are workers."""
         left = {each: len(self.waiting.get(each, ())) for each in (FORWARD, BACKWARD, WEIGHTS)}
         if self.schedule == GPIPE:
             return kind == FORWARD or not left[FORWARD]

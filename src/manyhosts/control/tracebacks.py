@@ -21,7 +21,7 @@ _NATIVE = re.compile(
     r"|#\d+ .* from .*:\d+"
     r'|Extension modules: .*|File ".*/manyhosts/control/.*", line \d+ in .*|File "<string>", line 1 in <module>)$'
 )
-"""Of C++, and of what Python writes when C++ has ended it: there no frame has a comma behind its line."""
+"""Of C++, and of what Python writes when C++ has ended it: there no frame has a comma after its line."""
 _GAVE_UP = "terminate called after throwing an instance of "
 _EXCHANGES = ("gloo", "c10d", "nccl")
 

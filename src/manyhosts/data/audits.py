@@ -77,7 +77,7 @@ class AuditPlan:
 
 @lru_cache(maxsize=8)
 def _distances(hosts: tuple[str, ...]) -> list[tuple[int, int | None]]:
-    """How many ranks behind an owner its auditor and the third worker may stand: on as many other hosts as can be."""
+    """How many ranks after an owner its auditor and the third worker may be: on as many other hosts as can be."""
     size = len(hosts)
 
     def on_one_host(one: int, other: int) -> int:

@@ -84,7 +84,7 @@ class Cuts:
 
         `begin` is where no worker has come to: the latest that `reached` is on any of them.
         """
-        assert begin >= self.reached, f"a step behind {begin} was planned already, up to {self.reached}"
+        assert begin >= self.reached, f"a step after {begin} was planned already, up to {self.reached}"
         self._from = [(position, other) for position, other in self._from if position < begin] or [(Position(), cut)]
         self._from.append((begin, cut))
 

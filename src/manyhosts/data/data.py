@@ -1,4 +1,4 @@
-"""What a person says about the data: the datasets, and how many samples stand behind one step."""
+"""What a person says about the data: the datasets, and how many samples a step has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Data:
         validation: what `validate` and `fit` evaluate; map-style. Several by name, `{"clean": …, "noisy": …}`: each is
             evaluated, and values are called `clean/loss`, `noisy/accuracy`.
         test: what `test` evaluates, likewise.
-        batch_size: samples behind one optimizer step, over all workers.
+        batch_size: samples of one optimizer step, over all workers.
         batch_size_per_worker: the other way: samples per worker, so that the batch grows with the workers.
         evaluation_batch_size: most samples in one forward pass of an evaluation; as in training where it is not given.
         loader_workers: processes per worker that fetch samples ahead; 0 fetches in the worker itself, `"auto"`

@@ -26,7 +26,7 @@ SAMPLES = 8
 """Samples that are looked at."""
 AT_LEAST = 2
 BUDGET_S = 0.1
-"""Behind the first `AT_LEAST` samples no further one is read when this has passed."""
+"""After the first `AT_LEAST` samples no further one is read when this has passed."""
 _MOST_NUMBERS = 1 << 16
 _EXACT_NUMBERS = 16
 _TOLERANCE = 0.02

@@ -71,7 +71,7 @@ class Order:
         """Samples of an epoch that are taken."""
         self.steps_per_epoch = -(-self.used // batch)
         self._behind = length - batch + 1 if drop_last else length
-        """No step begins at this sample or behind it."""
+        """No step begins at this sample or after it."""
         self._epoch = -1
         self._permutation: Indices = np.empty(0, dtype=np.int64)
 

@@ -22,7 +22,7 @@ class Order(Sampler[list[int]]):
 
     Args:
         length: samples of the dataset.
-        batch_size: samples behind one optimizer step, over all workers.
+        batch_size: samples of one optimizer step, over all workers.
         seed: of the order.
         shuffle: whether each epoch has an order of its own.
         drop_last: leave out the last batch of an epoch where it is smaller than the others.

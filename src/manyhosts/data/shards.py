@@ -2,7 +2,7 @@
 
 An epoch is read in as many shards as a batch has parts when it begins, one for each worker or virtual worker, and in so
 many to its end, also when the workers change. Shard s gives the s-th part of each global batch until it is at its
-end, so which samples stand behind a step does not depend on who reads them. The parts that there are later share the
+end, so which samples a step has does not depend on who reads them. The parts that there are later share the
 shards, neighbours to one part; the samples of a part's shards are one sequence.
 
 A sample's number in its epoch, under which its random numbers are drawn, is its place in its shard times the number of

@@ -262,7 +262,7 @@ class _InOrder:
         self.batches, self.come = batches, 0
 
     def get(self, begun: int, number: int, piece: PiecePlan) -> Any:
-        """That of `piece`, the one behind `begun` + `number` others."""
+        """That of `piece`, the one after `begun` + `number` others."""
         wanted = begun + number
         assert wanted >= self.come, f"batch {wanted} was asked for when {self.come} had come"
         for _ in range(wanted - self.come):

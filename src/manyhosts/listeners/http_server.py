@@ -19,7 +19,7 @@ class HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     daemon_threads = True
     allow_reuse_address = True
-    request_queue_size = 128  # one more that nobody has taken yet is called again by its system after a second
+    request_queue_size = 128  # one more that is not accepted yet is called again by its system after a second
 
     def __init__(self, address: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         """Listen at `address`; port 0: one that is free.

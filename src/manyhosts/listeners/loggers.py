@@ -47,7 +47,7 @@ def row_of(event: Event) -> Row | None:
 
 
 class Logger:
-    """Gathers rows, and has them written every few seconds, at the end of a run, and behind a test."""
+    """Gathers rows, and has them written every few seconds, at the end of a run, and after a test."""
 
     every_s = 1.0
 
@@ -77,7 +77,7 @@ class Logger:
         self.write_rest()
 
     def begin_at(self, step: int) -> None:
-        """The run begins, or is resumed, behind `step`: what later steps had is reported once more."""
+        """The run begins, or is resumed, after `step`: what later steps had is reported once more."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write `rows`, in their order."""
@@ -87,7 +87,7 @@ class Logger:
 class CSVLogger(Logger):
     """Writes a table with a line for each step, validation and test, and a column for each value.
 
-    A run that is resumed continues the table behind its snapshot. The table is on the disk before each snapshot.
+    A run that is resumed continues the table after its snapshot. The table is on the disk before each snapshot.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -105,7 +105,7 @@ class Where:
     program: Sequence[str]
     """What is called instead of `manyhosts`."""
     words: Sequence[str]
-    """Behind `run`, for every start: `--on slurm`, `--cluster lab`."""
+    """After `run`, for every start: `--on slurm`, `--cluster lab`."""
     hosts: Sequence[str]
     """Where they are named: a start on n of them takes the first n."""
 
@@ -261,7 +261,7 @@ def measure_on_hosts(asked: Asked, where: Where, tell: Callable[[str], None]) ->
 
 
 def command(asked: Asked, where: Where, request: Request, nodes: int, workers_per_node: int) -> list[str]:
-    """What is typed behind `manyhosts run` for one start, without what has it measure."""
+    """What is typed after `manyhosts run` for one start, without what has it measure."""
     hosts = ["--hosts", ",".join(where.hosts[:nodes])] if where.hosts else ["--nodes", str(nodes)]
     words = [*where.words, *hosts]
     words += ["--workers-per-node", str(workers_per_node)]

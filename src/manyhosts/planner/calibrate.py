@@ -34,7 +34,7 @@ _OF_NO_MATTER = {"duration", "seed"}
 _MOST, _FINEST = 16.0, 2e-3
 """Factors are looked for between the first and its inverse, to a five-hundredth."""
 _FIRST, _FEW, _FINER = 8, 2, 0.6
-"""Steps of a grid to either side: of the first one, and of those behind it, each 0.6 times as wide."""
+"""Steps of a grid to either side: of the first one, and of those after it, each 0.6 times as wide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Calibration:
     compute: float = 1.0
     communication: float = 1.0
     points: int = 0
-    """Measured runs behind it."""
+    """Measured runs that it is made from."""
     median_before: float | None = None
     """Of `|predicted - measured| / measured` over the points, without the factors."""
     worst_before: float | None = None

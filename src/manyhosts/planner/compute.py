@@ -35,7 +35,7 @@ def share_of(measured: Measured, workers: int) -> int:
 
 
 def batch_of(measured: Measured, workers: int) -> int:
-    """Samples behind one optimizer step."""
+    """Samples of one optimizer step."""
     return measured.global_batch * (workers if measured.batch_grows else 1)
 
 

@@ -185,9 +185,9 @@ class Measured:
     """Of the parameters of each unit that the model can be cut into, in the order of the forward pass; last of what no
     unit holds. Empty: it cannot be cut into units."""
     tail_bytes: int = 0
-    """Of the parameters behind the last unit, whose gradients come first."""
+    """Of the parameters after the last unit, whose gradients come first."""
     blocks: tuple[Block, ...] = ()
-    """In their order; what stands before the first one and behind the last one counts as theirs. Empty: the model is
+    """In their order; what is before the first one and after the last one counts as theirs. Empty: the model is
     no chain of blocks."""
     cut_layers: CutLayers | None = None
     """None: there are none, or they were not found."""
@@ -200,7 +200,7 @@ class Measured:
     samples: int
     """Of one epoch."""
     global_batch: int
-    """Samples behind one optimizer step, over all workers; where `batch_grows`: of one worker."""
+    """Samples of one optimizer step, over all workers; where `batch_grows`: of one worker."""
     batch_grows: bool = False
     """Whether each worker adds a batch of its own (`batch_size_per_worker`)."""
     micro_batch: int | None = None

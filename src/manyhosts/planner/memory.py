@@ -56,7 +56,7 @@ class ModelBytes:
     """Of the parameters of each unit that the model can be cut into, in the order of the forward pass; last of what no
     unit holds. Empty: it cannot be cut into units."""
     tail: int = 0
-    """Of the parameters behind the last unit, whose gradients come first."""
+    """Of the parameters after the last unit, whose gradients come first."""
     on_cpu: bool
     """Whether it computes where snapshots are copied to, too."""
     several: bool = False
@@ -159,7 +159,7 @@ def part_of(model: ModelBytes, share: float, *, activations: float, workers: int
 
 
 class _Backward:
-    """The last backward pass of a step, unit by unit from the last: what is held then beside a worker's parts of
+    """The last backward pass of a step, unit by unit from the last: what is held then besides a worker's parts of
     parameters and of what the optimizer keeps.
     """
 

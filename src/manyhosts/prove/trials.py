@@ -48,7 +48,7 @@ class Setup:
 
     workers: int = 1
     settings: tuple[tuple[str, str], ...] = ()
-    """Overrides beside those that were asked for."""
+    """Overrides besides those that were asked for."""
     double: bool = False
     no_dropout: bool = False
     set_draws: bool = False

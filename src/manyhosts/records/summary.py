@@ -35,7 +35,7 @@ class Summary:
     compression: str
     precision: str
     global_batch: int | None
-    """Samples behind one optimizer step, over all workers."""
+    """Samples of one optimizer step, over all workers."""
     lr: float | None
     """The highest learning rate of the run: what a warm-up rises to and a schedule falls from."""
     steps: int
@@ -61,7 +61,7 @@ class Summary:
     """How often training continued after a failure."""
     steps_redone: int
     samples_lost: int = 0
-    """Samples that were computed for nothing, and are trained on again: of steps behind a snapshot, and with servers
+    """Samples that were computed for nothing, and are trained on again: of steps after a snapshot, and with servers
     and `hogwild` of steps that broke off."""
     seconds_lost: float
     """What failures cost: the work done again and the time down."""

@@ -4,8 +4,8 @@ Everything goes through the folder that the workers share, on threads, during tr
 the order of the training's own. Names of a folder on its way:
 
     step-00000400.<token>.half    being written; the token is new for each try, so that nothing left over gets into it
-    step-00000400                 whole
-    step-00000400.new, .old       whole; only where one of that name was there already, see `put_in_place`
+    step-00000400                 complete
+    step-00000400.new, .old       complete; only where one of that name was there already, see `put_in_place`
 """
 
 from __future__ import annotations

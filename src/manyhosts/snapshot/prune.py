@@ -11,7 +11,7 @@ from manyhosts.records.manifest import NAME, Found, found_in
 def surplus(folder: Path, *, keep: int, newest: int, bad: Collection[Path]) -> list[Path]:
     """What may go once the snapshot of step `newest` is complete: all but the last `keep` up to it, and the `bad` ones.
 
-    What lies beyond `newest` is left alone: the run fell back behind it, because it was damaged or of another model,
+    What lies beyond `newest` is left alone: the run fell back before it, because it was damaged or of another model,
     and it will be written again or looked at by somebody.
     """
     complete, gone = [], []

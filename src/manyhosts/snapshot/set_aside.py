@@ -23,7 +23,7 @@ def is_newest(path: Path, *, up_to: int) -> bool:
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Rename every snapshot in `folder` from behind step `after`, complete or not. Several may do so at once."""
+    """Rename every snapshot in `folder` from after step `after`, complete or not. Several may do so at once."""
     for found in found_in(folder):
         if found.step > after:
             with suppress(FileNotFoundError):  # another host on the same disk was quicker

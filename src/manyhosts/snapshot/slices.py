@@ -31,7 +31,7 @@ class StoredTensor:
         return self.reader.records[self.name].shape
 
     def full(self) -> Tensor:
-        """See `TensorReader.whole`."""
+        """See `TensorReader.full`."""
         return self.reader.full(self.name)
 
     def block(self, box: Box) -> Tensor:

@@ -367,7 +367,7 @@ class Store:
                         discard(path, self._disk)
 
     def _clean_up(self, task: Task, trouble: Exception) -> None:
-        """Leave nothing half behind. The disk is in trouble already, so more of it here is no news."""
+        """Leave nothing half-written. The disk is in trouble already, so more of it here is no news."""
         try:
             if task.rank == 0:
                 self._disk.remove_folder(task.half)

@@ -1,6 +1,6 @@
 """A worker that computes wrongly is found: some parts of each batch are computed twice, and their bits compared.
 
-With virtual workers a part has the same bits whoever computes it. So a worker whose bits are others than those of two
+With virtual workers a part has the same bits on any worker. So a worker whose bits are others than those of two
 more is wrong, and what it has may not reach the weights: the comparison comes before the update. In the same steps the
 weights of all workers are compared, each of which has the same ones.
 

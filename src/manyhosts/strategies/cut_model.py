@@ -74,7 +74,7 @@ def check_hooks(model: nn.Module, where: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
-                f"the parameter {name!r} has a hook on its gradient, and no worker has that gradient whole",
+                f"the parameter {name!r} has a hook on its gradient, and no worker has that gradient in full",
                 where=where,
                 fix="do it in the forward pass (multiply the weight by its mask), or choose strategy='ddp'",
             )
@@ -93,7 +93,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of its storage that is its own, and the first behind its last."""
+    """The first byte of its storage that is its own, and the first after its last."""
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     return begin * size, (begin + last + 1) * size
@@ -160,7 +160,7 @@ class CutModel:
         """Nothing is sent by other threads."""
 
     def step_back(self) -> None:
-        """Nothing is kept of a step beside gradients, which the next one begins again."""
+        """Nothing is kept of a step but gradients, which the next one begins again."""
         self._full = False
 
     def shared_state(self) -> dict[str, Any]:
@@ -248,6 +248,6 @@ class ComputedTogether(CutModel):
         for gradient in (each.grad for each in trained if each.grad is not None):
             sums[isinstance(self.holding.part(gradient), TensorPart)].append(as_real(self.holding.local(gradient)))
         # Apart, for the order in which numbers are added depends on the length of a message: what workers hold alike,
-        # beside parts that are not of one length, would not stay alike.
+        # next to parts that are not of one length, would not stay alike.
         for given in sums.values():
             sum_together(given, copies.all_reduce)

@@ -183,7 +183,7 @@ class DataParallel(UncutModel):
         if watch is not None:
             watch.backward()
         # The tally travels with the gradients; but where a compression keeps something it is the word that all have
-        # every sum: whoever gets it knows that no other will have to do the step again with what it keeps changed.
+        # every sum: the worker that gets it knows that no other has to do the step again with what it keeps changed.
         last_word = buckets.compressing and self.world.membership is not None
         rides = self.world.size > 1 and not last_word
         reported = self.model_watch.numbers() if self.model_watch is not None and self.world.size > 1 else []
@@ -262,7 +262,7 @@ class DataParallel(UncutModel):
         """Where parameters were unfrozen: let their gradients leave with the others, while the backward pass runs.
 
         What a compression keeps and remembers belongs to the parameters it knows; then the others continue travelling
-        by themselves, behind it and as they are.
+        by themselves, after it and as they are.
         """
         if self.more and self.buckets is not None and self.buckets.compressor is None:
             self._make_buckets()

@@ -59,7 +59,7 @@ class Fragment:
     """Whether the workers changed while it travelled, so that it is yet to be sent."""
 
     def now(self) -> Tensor:
-        """This worker's own parameters, one behind the other."""
+        """This worker's own parameters, one after the other."""
         return torch.cat([as_real(parameter.detach()).reshape(-1) for parameter in self.parameters])
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ class LocalProgress:
     share: float
     """Its part of the samples of those steps, in batches; where a node stepped alone, the node's."""
     alone: int
-    """The number of whoever stepped alone in them: that of its node, or its own."""
+    """The number of the one that stepped alone in them: that of its node, or its own."""
     in_doubt: bool = False
     """Whether its optimizer may be another than that of those who share this number."""
 
@@ -63,7 +63,7 @@ class Lost:
 def parts_of_mean(local_progress: Sequence[LocalProgress], *, alike: bool = False) -> list[float]:
     """What each worker's model counts in the mean of those that trained, by rank; together 1.
 
-    Whoever stepped alone counts by its samples, or all count `alike`; what a node counts is split evenly over those of
+    A worker that stepped alone counts by its samples, or all count `alike`; a node's is split evenly over those of
     it that are left, who hold the same.
     """
     left = Counter(each.alone for each in local_progress if each.trained)
@@ -154,7 +154,7 @@ class LocalStepping(UncutModel):
         return self.alone.forward_backward(model, pieces, compute, scale, control_flags)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step alone. What is exchanged comes behind it: see `exchange`."""
+        """Step alone. What is exchanged comes after it: see `exchange`."""
         assert isinstance(optimizer, torch.optim.Optimizer), f"local steps have no loss scaler, got {type(optimizer)}"
         rule, count = self.config.local_lr_scaling, self.alone.count
         if self.squares_of not in (0, count) and local_rate.applies(rule, optimizer):
@@ -355,7 +355,7 @@ class LocalSteps(LocalStepping):
     config: LocalSGD
 
     def exchange(self, model: nn.Module) -> None:
-        """Take the mean when it is time. Behind a step that all took together there is none to take."""
+        """Take the mean when it is time. After a step that all took together there is none to take."""
         if self.steps <= self.config.sync_warmup:
             self.end_exact_step()
         elif self.alone.steps >= self.rounds.length:

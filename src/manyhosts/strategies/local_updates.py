@@ -109,12 +109,12 @@ class LocalGradient:
         """Those that sum their gradients with this worker; None where it steps by itself."""
         self.buckets: GradientBuckets | None = None
         self.node_of: list[int] = []
-        """For each worker, by rank, the number of whoever steps alone: its node, or the worker itself, or 0 where all
+        """For each worker, by rank, the number of what steps alone: its node, or the worker, or 0 where all
         step together. Where workers have gone or come, that of before, until `regroup`."""
         self.number = 0
         """This worker's own among these."""
         self.later = 1
-        """How many step alone behind an exact beginning, as far as was known when the run began."""
+        """How many step alone after an exact beginning, as far as was known when the run began."""
         self.share: float | Tensor = 0.0
         """Samples since the last exchange, in batches: over all that step alone it sums to the steps. Shape () on a GPU
         where a node steps alone: its workers find their sum there, and it is read when the model is exchanged."""
@@ -215,7 +215,7 @@ class LocalGradient:
             return 1.0
         shares = torch.full((), own, dtype=torch.float64, device=self.world.device)
         together.wait(together.start_all_reduce(shares))
-        # On a GPU to read it is to wait for it, and whoever has a sample knows what matters: that it is not zero.
+        # On a GPU to read it is to wait for it, and a worker that has a sample knows what matters: that it is not zero.
         return shares if own and is_asynchronous(self.world.device) else float(shares)
 
     def _divide_by(self, own: float | Tensor) -> None:

@@ -55,7 +55,7 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
     Where a model of `transformers` is around one, by its `_init_weights(module)`, which that library calls itself.
 
     A tensor that is in several of them stays one. `places`: of the entire model, by `places_of`. The seed is that of
-    torch's generator, as whoever calls has set it.
+    torch's generator, as the caller has set it.
 
     Raises:
         ConfigError: a module has no such method, or it leaves a tensor without values.

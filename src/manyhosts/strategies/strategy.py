@@ -170,7 +170,7 @@ class Elastic(Protocol):
         """Be as before the step under way, which broke off and will be done again. No worker has finished it."""
 
     def shared_state(self) -> dict[str, Any]:
-        """What is equal on all workers, beside parameters and optimizer, and a new one lacks."""
+        """What is equal on all workers, besides parameters and optimizer, and a new one lacks."""
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Take up what `shared_state` gave on another worker."""

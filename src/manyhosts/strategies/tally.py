@@ -80,7 +80,7 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _given(zero: Tensor | None) -> Tensor:
-    assert zero is not None, "whoever lacks a name has been given a zero for it"
+    assert zero is not None, "a worker that lacks a name has been given a zero for it"
     return zero
 
 

@@ -1,4 +1,4 @@
-"""What the trainer must know of a strategy beside what it can do: one table, with a row for each.
+"""What the trainer must know of a strategy besides what it can do: one table, with a row for each.
 
 A strategy of a new kind adds its row here and its maker to `table.py`. No one asks for the class of one.
 """
@@ -20,7 +20,7 @@ class Traits:
     computes_in_stages: bool = False
     """Whether a worker computes a stage of each forward pass, so that the others wait where it fails."""
     holds_full_model: bool = True
-    """Whether each worker holds every tensor whole. Where not, `Strategy.holding` says what it holds."""
+    """Whether each worker holds every tensor in full. Where not, `Strategy.holding` says what it holds."""
     survives_loss: bool = True
     """Whether the workers that are left can continue without one that is lost. Then it has the calls of `Elastic`;
     where several workers make one copy of the model, those of `InCopies`, and they can where there are copies."""

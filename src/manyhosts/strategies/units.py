@@ -1,6 +1,6 @@
 """Which modules of a model are gathered and let go of together.
 
-A unit is as much of the model as a worker has whole at one moment, and as much as one message carries: a block. What no
+A unit is as much of the model as a worker has in full at one moment, and as one message carries: a block. What no
 unit holds (embeddings, the last layer) is a unit of its own, the rest.
 """
 
@@ -84,7 +84,7 @@ def unit_bytes(model: nn.Module, patterns: Sequence[str] = (), *, total: int) ->
 
 
 def tail_bytes(model: nn.Module, patterns: Sequence[str] = ()) -> int:
-    """Of the parameters that stand behind the last unit of `model`, or are also used there; 0 where there are none."""
+    """Of the parameters that are after the last unit of `model`, or are also used there; 0 where there are none."""
     try:
         units = find_units(model, patterns)
     except ConfigError:

@@ -1,6 +1,6 @@
 """Virtual workers: each batch is cut into a fixed number of parts, and no bit depends on who computes which.
 
-Each part is computed alone, one after another, from the same shapes, threads and random numbers whoever does it. Its
+Each part is computed alone, one after another, from the same shapes, threads and random numbers on any worker. Its
 gradients, losses and BatchNorm statistics are added to those of the other parts in one fixed binary tree, inside a
 worker and between workers alike.
 
@@ -99,7 +99,7 @@ class VirtualWorkers(UncutModel):
 
     @property
     def complete(self) -> bool:
-        """Never: whoever is behind takes everything from one that is not."""
+        """Never: a worker that is behind takes everything from one that is not."""
         return False
 
     def let_go(self) -> None:
@@ -169,7 +169,7 @@ class VirtualWorkers(UncutModel):
             gradients.take(part, last=last)
             if late is not None:
                 late.take(part, last=False)
-        self.changed += model_watch.watch.changed_state()  # by a backward pass: told in the next step
+        self.changed += model_watch.watch.changed_state()  # by a backward pass: sent in the next step
         self._watch(None)
         self.exchange.finish()
         if self.auditor is not None:
@@ -195,7 +195,7 @@ class VirtualWorkers(UncutModel):
         self.digest, self.gradients.on_handover = digest, None if digest is None else digest.add
 
     def _again(self, model: nn.Module, part: int, pieces: Sequence[Piece], compute: Compute, scale: Scale) -> int:
-        """The digest of `part`, computed beside the step and without a trace in it."""
+        """The digest of `part`, computed during the step and without a trace in it."""
         assert self.gradients is not None, "place() comes before forward_backward()"
         assert self.auditor is not None, "only where audits were asked for"
         digest = self.auditor.digest()

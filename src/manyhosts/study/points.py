@@ -63,7 +63,7 @@ class Asked:
         return list(dict.fromkeys(found))
 
     def points(self) -> list[Point]:
-        """Every run of the study: the sizes of one variant behind each other, the smallest first."""
+        """Every run of the study: the sizes of one variant one after another, the smallest first."""
         sizes: list[tuple[int | None, int]] = [(count, 1) for count in self.workers]
         sizes += [(self.workers_per_node, count) for count in self.nodes]
         first = int(self.settings.get("seed", "0"))
@@ -115,7 +115,7 @@ class Point:
 
 
 def command(asked: Asked, point: Point, run_dir: str, *, warm: bool = False) -> list[str]:
-    """What is typed behind `manyhosts` for this run. `warm`: others like it follow, or came before."""
+    """What is typed after `manyhosts` for this run. `warm`: others like it follow, or came before."""
     words = ["run", *(["--warm"] if warm else []), *asked.where]
     if asked.workers:
         words += ["--workers", str(point.workers_per_node)]

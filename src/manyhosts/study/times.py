@@ -1,7 +1,7 @@
 """Where the time of one run went, from the lines of its metrics: each part measured by a clock of its own.
 
 The clock runs from the `start` of training to its `end`; what led there (a queue, the start of Python) and what comes
-behind it (the test) are not in it. Of a run that broke off and continued, the time between is not in it either.
+after it (the test) are not in it. Of a run that broke off and continued, the time between is not in it either.
 
     start_up                from the start to the end of the first step: compiling, the first batch, the first look
     compute, data_wait      of every later step, as the loop measures them
@@ -136,16 +136,16 @@ class Clock:
     """Reads the lines in their order. Numbers of steps are kept close, for there may be millions."""
 
     written: set[int] = field(default_factory=set)
-    """Steps after which something was written to continue from: what lies behind such a step is known by its line
+    """Steps after which something was written to continue from: what lies after such a step is known by its line
     alone, which may come many steps later."""
     windows: list[_Window] = field(default_factory=list)
-    """These come behind their steps, too."""
+    """These come after their steps, too."""
     each: dict[str, list[float]] = field(default_factory=dict)
     """Of each worker: the steps that it reported, and the seconds of its own work in them."""
     own: array[float] = field(default_factory=lambda: array("d"))
     """Of each step its number, its seconds but for `other`, and the leader's own parts of them."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
-    """The number of a step, and the seconds behind it in which nothing was evaluated."""
+    """The number of a step, and the seconds after it in which nothing was evaluated."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     samples: int = 0
     steps: int = 0
@@ -266,7 +266,7 @@ class Clock:
         return name, min(1.0, more * steps / self.seconds["straggler"])
 
     def spent(self) -> Spent:
-        """All of it. Called once, behind the last line."""
+        """All of it. Called once, after the last line."""
         if self.until is not None:
             self.pause(self.until)
         self.share_out()

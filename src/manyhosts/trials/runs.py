@@ -83,7 +83,7 @@ def outcome_of(place: Place) -> Outcome:
         known = read_json(place.outcome)
     launched = known.get("launched")
     status = status_of(place)
-    if status in DONE and known.get("status") != "failed":  # what comes behind the training may fail, too
+    if status in DONE and known.get("status") != "failed":  # what comes after the training may fail, too
         return Outcome(status=status, launched=launched)
     status, reason = known.get("status", "waiting"), known.get("reason", "")
     return Outcome(status="interrupted" if status in DONE else status, reason=reason, launched=launched)

@@ -18,7 +18,7 @@ class Slot:
     """Where one trial at a time runs."""
 
     words: tuple[str, ...]
-    """Behind `manyhosts run`: `--workers 2`, or `--hosts a,b`."""
+    """After `manyhosts run`: `--workers 2`, or `--hosts a,b`."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,7 +63,7 @@ class Asked:
         }
 
     def command(self, slot: Slot, chosen: Mapping[str, search.Value], more: Sequence[str] = ()) -> list[str]:
-        """What is typed behind `manyhosts` for a run with these values."""
+        """What is typed after `manyhosts` for a run with these values."""
         settings, flags = search.words(chosen)
         fixed = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
         return ["run", *slot.words, *more, *fixed, *settings, self.script, *self.arguments, *flags]

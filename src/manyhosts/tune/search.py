@@ -185,7 +185,7 @@ def grid(parameters: Sequence[Parameter]) -> list[dict[str, Value]]:
 
 
 def words(chosen: Mapping[str, Value]) -> tuple[list[str], list[str]]:
-    """What is typed behind `manyhosts run` for these values, and behind the script."""
+    """What is typed after `manyhosts run` for these values, and after the script."""
     settings = [f"{name}={value}" for name, value in chosen.items() if not name.startswith("--")]
     flags = [f"{name}={value}" for name, value in chosen.items() if name.startswith("--")]
     return list(itertools.chain.from_iterable(("--set", each) for each in settings)), flags

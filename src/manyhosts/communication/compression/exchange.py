@@ -28,9 +28,9 @@ class Chunk:
     values: Tensor
     """Shape (elements,), float32 or float64; replaced in place by the sum over the workers."""
     shapes: Sequence[torch.Size]
-    """Of the tensors in it, which lie one behind the other."""
+    """Of the tensors in it, which lie one after the other."""
     keys: Sequence[int]
-    """For each shape a number that stays the same from step to step, for whoever remembers something."""
+    """For each shape a number that stays the same from step to step, for those that remember something."""
 
 
 class Compression(Protocol):

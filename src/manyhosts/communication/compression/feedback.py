@@ -165,7 +165,7 @@ class Compressor:
             self.comm_queue.wait(queued)
 
     def settle(self) -> None:
-        """Remember what this step dropped, unless a sum is no number: such a step is left out by whoever scales."""
+        """Remember what this step dropped, unless a sum is no number: such a step is left out by the scaler."""
         if not self.feedback:
             return
         sound = [flag for sending in self.sendings for flag in sending.sound]

@@ -51,7 +51,7 @@ class Guard:
 
 
 def leave() -> NoReturn:
-    """End this process here: nothing of the script that comes behind is run."""
+    """End this process here: nothing of the script that comes after is run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

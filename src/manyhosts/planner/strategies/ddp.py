@@ -39,7 +39,7 @@ class DataParallelModel:
             transfers, queues = compressed(measured, group, lines, way), QUEUES if measured.device == "cpu" else 1
         exposed = exposed_after(measured, group, lines, transfers, queues=queues)
         if self.config.compression != "none" and self.config.error_feedback:
-            # The loss and the control flags travel behind the gradients, not with them: a last word, see
+            # The loss and the control flags travel after the gradients, not with them: a last word, see
             # `strategies.ddp`.
             exposed += group.all_reduce(TALLY_BYTES)
         return assemble(measured, group, lines, exposed=exposed)

@@ -2,7 +2,7 @@
 
 A bucket travels in two halves: each worker gets its chunk of all sums (all-to-all), adds, and sends the result to all.
 The first halves leave during the backward pass of a worker's last part; the second half of a stretch begins after the
-first half of the 32nd one behind it, so those of a gradient below 64 MB begin when the pass is over.
+first half of the 32nd one after it, so those of a gradient below 64 MB begin when the pass is over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker of a trial does beside the user's script: it writes a trace, and ends after so many steps.
+"""What a worker of a trial does besides the user's script: it writes a trace, and ends after so many steps.
 
 `begin()` is called before the script. The script's own random numbers begin alike in every trial on the same rank and
 differ between ranks, as data that a script makes without a seed does; only then are two trials comparable.

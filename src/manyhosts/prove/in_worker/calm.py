@@ -104,7 +104,7 @@ class _Set:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """For one piece: behind the seed that it has by its address."""
+        """For one piece: after the seed that it has by its address."""
         calm = self.calm
         sizes, samples = set(map(len, calm.samples)), calm.samples[calm.passes % len(calm.samples)]
         calm.passes += 1

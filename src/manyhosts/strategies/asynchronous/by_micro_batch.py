@@ -1,4 +1,4 @@
-"""What strategies share in which each micro-batch is an update of its own: whoever is free takes the next one."""
+"""What strategies share in which each micro-batch is an update of its own: a free worker takes the next one."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class MeetsAtSteps(UncutModel):
 
     @property
     def side(self) -> SideGroup | None:
-        """Connections beside those of the world; None where there is one worker. Called by all workers."""
+        """Connections besides those of the world; None where there is one worker. Called by all workers."""
         if self.world.size == 1:
             return None
         if self._side is None or not self._side.is_of(self.world):
@@ -139,7 +139,7 @@ class MeetsAtSteps(UncutModel):
         return {"samples_lost": torch.tensor(float(self.samples_lost))} if self.samples_lost else {}
 
     def shared_state(self) -> dict[str, Any]:
-        """Nothing beside parameters and optimizer."""
+        """Nothing besides parameters and optimizer."""
         return {}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Who computes which micro-batch of a step: whoever is free takes the next, unless it is too far ahead of the slowest.
+"""Who computes which micro-batch of a step: a free worker takes the next, unless it is too far ahead of the slowest.
 
 A worker's clock is the number of micro-batches whose gradients it has pushed in this step. Under a bound n it begins
 another only where its clock is at most n above the lowest of those that still compute: then it sees all that anybody

@@ -1,7 +1,7 @@
 """Hogwild: the workers of one machine update one model in shared memory, and no lock holds any of them up.
 
 Two that update a number at once may lose the update of one, and a forward pass may see some parameters before an update
-and some behind it. The model is shared within a step alone: between two steps each worker has its own, equal to the
+and some after it. The model is shared within a step alone: between two steps each worker has its own, equal to the
 others', so that no one who evaluates sees what another changes.
 
 Source: Niu, Recht, Ré and Wright 2011, arXiv:1106.5730.

@@ -74,7 +74,7 @@ class Versions:
             self._put(self.trained)
 
     def before_backward(self, number: int) -> None:
-        """Begin to add up gradients, where `number` is the first of those behind an update."""
+        """Begin to add up gradients, where `number` is the first of an update."""
         if number % self.config.accumulate == 0:
             for parameter in self.trained:
                 parameter.grad = None
@@ -142,7 +142,7 @@ class VersionedStage(Stage):
         self.versions.before_backward(number)
         super().backward(number, loss)
         if loss is not None:
-            loss.detach_()  # whoever holds it holds no version with it
+            loss.detach_()  # what holds it holds no version with it
         self.versions.after_backward(number)
 
 

@@ -58,7 +58,7 @@ def twin(optimizer: Optimizer, other: Mapping[Tensor, Tensor]) -> Optimizer:
 class Served:
     """What one worker serves in one step. Its calls may come from any thread.
 
-    A worker that pulls will push behind all that have pulled and not pushed yet. So it may be given, in place of the
+    A worker that pulls will push after all that have pulled and not pushed yet. So it may be given, in place of the
     newest values, those that they are expected to make of them: as many of the last update once more. Its gradient is
     then one of about the values that it is applied to (Chen et al. 2018, "Efficient and Robust Parallel DNN Training
     through Model Parallelism on Multi-GPU Platform", arXiv:1809.02839, predict the weights of a pipeline so).

@@ -181,7 +181,7 @@ class Summing(_Allocating, ReduceScatter):
 
 
 def _started(works: Sequence[Any], world: World, step_digest: StepDigest) -> dist.Work | None:
-    """What PyTorch is to wait for; nothing on a GPU, where its stream for exchanges waits, beside the computation."""
+    """What PyTorch is to wait for; nothing on a GPU, where its stream for exchanges waits, during the computation."""
     if is_asynchronous(world.device):
         for work in works:
             work.wait()

@@ -40,9 +40,9 @@ def place_root(
 
     `is_far`: whether parts go to other hosts.
 
-    What is a single number is kept whole, and left to the strategy.
+    What is a single number is not cut, and left to the strategy.
 
-    One after the other, so that of a model on the meta device no worker ever holds more than one unit whole.
+    One after the other, so that of a model on the meta device no worker ever holds more than one unit in full.
 
     Raises:
         ConfigError: a parameter or a layer cannot be gathered as asked.

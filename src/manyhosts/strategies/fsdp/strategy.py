@@ -42,7 +42,7 @@ _BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.opti
 
 
 class FullySharded(CutModel):
-    """Parameters, gradients and optimizer state in parts; each unit whole while it is computed."""
+    """Parameters, gradients and optimizer state in parts; each unit in full while it is computed."""
 
     traits = TRAITS["fsdp"]
 
@@ -181,7 +181,7 @@ class FullySharded(CutModel):
         return tally.outcome()
 
     def _ready(self, *, is_last: bool) -> None:
-        """Say what is kept whole after the coming forward and backward pass."""
+        """Say what is kept in full after the coming forward and backward pass."""
         keeps = self.config.zero < 3 and not is_last
         for root in self.roots:
             root.set_reshard_after_backward(not keeps)
@@ -208,7 +208,7 @@ class FullySharded(CutModel):
         )
 
     def _start_uncut(self) -> tuple[list[Tensor], Tensor, Work]:
-        """Begin to sum over all workers the gradients of what each keeps whole; what has none is sent as zero."""
+        """Begin to sum over all workers the gradients of what each keeps in full; what has none is sent as zero."""
         trained = [each for each in self.parameters if each.requires_grad and is_uncut(each)]
         given = [as_real(torch.zeros_like(each) if each.grad is None else each.grad).detach() for each in trained]
         if not given:

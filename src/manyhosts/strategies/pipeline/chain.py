@@ -1,7 +1,7 @@
 """A model as a chain of blocks, of which each takes what the one before it gives; and the run of some of them.
 
 Two kinds of models are one. An `nn.Sequential`, in which others are opened. And a model of which one `nn.ModuleList` is
-called block by block: what its `forward` does before the first block belongs to the first stage, what it does behind
+called block by block: what its `forward` does before the first block belongs to the first stage, what it does after
 the last one to the last. A stage that is not the first runs that `forward`, too, but on the meta device until its own
 first block is called: values are computed nowhere twice, and shapes are known. `look.prove` has seen that this gives
 the bits of the plain model.

@@ -3,8 +3,8 @@
 The graph is autograd's, and some of its functions are called twice: in the first half for the gradients of their
 inputs, in the second for those of their weights. That is possible where weights belong to one function through which
 the gradient of an input goes, and PyTorch has that function itself: a linear layer, a convolution, a norm. All else is
-computed in the first half. The first backward pass of a stage is made both whole and in halves, and compared bit for
-bit: where they differ, all are made whole.
+computed in the first half. The first backward pass of a stage is made in one piece and in halves, and compared bit for
+bit: where they differ, all are made in one piece.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Halves:
                 self.second(number)
 
     def _try(self, one: Pass, later: _Later, now: list[Tensor]) -> None:
-        """A pass both whole and in halves, before which nothing was added up."""
+        """A pass both in one piece and in halves, before which nothing was added up."""
         leaves = [*now, *_all(later)]
         torch.autograd.backward(one.roots, one.given, retain_graph=True)
         wanted = [*one.gradients, *(each.grad for each in leaves)]
@@ -131,7 +131,7 @@ def _divided(one: Pass) -> tuple[_Later, list[Tensor]]:
 
 
 def _inputs_first(roots: Sequence[Node]) -> Iterator[Node]:
-    """The functions of a graph, each behind all that its gradients go to."""
+    """The functions of a graph, each after all that its gradients go to."""
     seen = set[Node]()
     waiting = [(each, False) for each in roots]
     while waiting:

@@ -30,7 +30,7 @@ class Seen:
 
     uses: dict[str, list[int]]
     """Name of a tensor → the numbers of the blocks that use it; what comes before the first one counts as that, what
-    comes behind the last one as the last."""
+    comes after the last one as the last."""
     seconds: list[float] = field(default_factory=list)
     """What each block takes, forward and backward; empty where that was not asked for."""
 
@@ -82,7 +82,7 @@ def _in_order(blocks: Sequence[nn.Module], chain: Chain, uses: _Uses) -> Iterato
         number = len(given)
         name = chain.names[number] if number < len(blocks) else chain.names[-1]
         if number >= len(blocks) or blocks[number] is not module:
-            raise _no_chain(f"the model does not call {name!r} once, behind the block before it")
+            raise _no_chain(f"the model does not call {name!r} once, after the block before it")
         if len(args) != 1 or any(True for _ in tensors_in(named)):
             raise _no_chain(f"the block {name!r} is given more than what the one before it gives")
         if given and args[0] is not given[-1]:
@@ -175,7 +175,7 @@ def _not_alike(what: str) -> ConfigError:
     return ConfigError(
         what,
         where="strategy='pipeline'",
-        fix="let each block take just what the one before it gives, use nothing of before the first block behind the "
+        fix="let each block take just what the one before it gives, use nothing of before the first block after the "
         "last one, and keep nothing outside of blocks; or write the model as nn.Sequential; or choose another strategy",
     )
 

@@ -161,7 +161,7 @@ class Channel:
         self.inbox.clear()
 
     def send(self, value: Any, stage: int, tag: int, *, beside: Mapping[str, Any] | None = None) -> None:
-        """Begin to send `value` to a stage, with plain values `beside` it."""
+        """Begin to send `value` to a stage, with plain values in `beside`."""
         taken = flat(value)
         parts = [_taken_apart(each) for each in taken.tensors]
         layouts = [[each.dtype, each.shape, each.order, each.repeats] for each, _ in parts]

@@ -117,7 +117,7 @@ def put_parameter(module: nn.Module, key: str, tensor: Any) -> None:
     """Have `tensor` stand in `module` as its parameter or buffer `key`."""
     held = module._parameters if key in module._parameters else module._buffers
     if isinstance(module, nn.RNNBase) and key in module._parameters:
-        setattr(module, key, tensor)  # it has a list of them beside
+        setattr(module, key, tensor)  # it has a list of them as well
     else:
         held[key] = tensor
 
@@ -138,7 +138,7 @@ def put_in(tied: Sequence[Tied], values: Mapping[str, nn.Parameter]) -> Iterator
 
 
 class Stages(Holding):
-    """A tensor is held whole by one worker, or, as what is no part of the model, by all."""
+    """A tensor is held in full by one worker, or, as what is no part of the model, by all."""
 
     by_stage = True
 

@@ -146,7 +146,7 @@ class Pipelined(ComputedTogether):
             if chain.is_trunk:
                 raise ConfigError(
                     "the training set is a stream, so the model cannot be called before training begins, to see what "
-                    "it does before and behind its blocks",
+                    "it does before and after its blocks",
                     where="strategy='pipeline'",
                     fix="write the model as nn.Sequential, or choose another strategy",
                 )
@@ -171,7 +171,7 @@ class Pipelined(ComputedTogether):
             for name in named:
                 if name not in chain.names[1:]:
                     raise ConfigError(
-                        f"{name!r} is no block with which a stage behind the first could begin",
+                        f"{name!r} is no block with which a stage after the first could begin",
                         where="Pipeline(cuts=…)",
                         fix=f"name some of {', '.join(chain.names[1:])}",
                     )

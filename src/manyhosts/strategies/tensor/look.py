@@ -41,7 +41,7 @@ class _Call:
     """The state of torch's generator before it."""
     made: Tensor | None = None
     draws: Tensor | None = None
-    """The same behind it."""
+    """The same after it."""
     used: dict[str, None] = field(default_factory=dict)
     """Parameters that were used since, outside of layers."""
 

@@ -14,14 +14,14 @@ from manyhosts.strategies.tensor.exchange import has_parts
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers cut by outputs, and the one behind them that takes parts: between them nothing is put together."""
+    """Layers cut by outputs, and the one after them that takes parts: between them nothing is put together."""
 
     columns: tuple[str, ...]
     row: str
     owner: str
     """The module around them all."""
     inner: tuple[str, ...] = ()
-    """Parameters that are used between them, whole: each worker finds a part of their gradient."""
+    """Parameters that are used between them, uncut: each worker finds a part of their gradient."""
     dropouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """What is called between them, with the shape of its input where nothing is cut."""
     dims: dict[str, list[int]] = field(default_factory=dict, compare=False)

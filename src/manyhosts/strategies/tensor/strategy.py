@@ -54,7 +54,7 @@ class TensorParallel(ComputedTogether):
         """A strategy for several workers.
 
         Raises:
-            ConfigError: they compute on GPUs, or are no whole number of copies.
+            ConfigError: they compute on GPUs, or are no integral number of copies.
         """
         mesh = Mesh(world, tensor=config.size or world.size)
         super().__init__(mesh, DTensors(mesh), name="tensor")
@@ -150,7 +150,7 @@ class TensorParallel(ComputedTogether):
             if not (wrong := wrong_with(candidate)):
                 return candidate
         raise _refusal(
-            f"cut by this plan the model does not compute what it does whole: {wrong}",
+            f"cut by this plan the model does not compute what it does uncut: {wrong}",
             where="Tensor(plan=…)",
             fix="a layer cut as 'column' gives parts, which one cut as 'row' takes, with nothing between that mixes "
             "them: set others to 'gathered'; or leave plan out",

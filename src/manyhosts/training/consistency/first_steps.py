@@ -183,7 +183,7 @@ class FirstSteps:
         return not self.parts.world.any(not nothing)
 
     def _kept_beside(self) -> dict[str, object]:
-        """What an optimizer of the script's own holds beside its `state_dict`: numbers, and how tensors stand."""
+        """What an optimizer of the script's own holds besides its `state_dict`: numbers, and where tensors are."""
         optimizer = self.parts.optimizer
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
             return {}

@@ -145,7 +145,7 @@ def differing(one: Held, other: Held) -> list[str]:
 
 
 class HeldValues:
-    """The places in which a model, a loss or a step can hold something beside parameters and buffers."""
+    """The places in which a model, a loss or a step can hold something besides parameters and buffers."""
 
     def __init__(self, module: nn.Module, *functions: Any) -> None:
         self.places: dict[str, tuple[Any, str]] = {}

@@ -286,7 +286,7 @@ def number_of(name: str, value: Any, device: torch.device, where: str, dtype: to
         return torch.tensor(float(value), dtype=dtype, device=device)
     except (TypeError, ValueError) as cause:
         raise ConfigError(
-            f"the value {name!r} is a {type(value).__name__}, but what is logged beside a loss must be one number",
+            f"the value {name!r} is a {type(value).__name__}, but what is logged next to a loss must be one number",
             where=where,
             fix="give each number a name of its own; what metrics take goes under 'outputs' and 'targets' (mh.Trainer)",
         ) from cause

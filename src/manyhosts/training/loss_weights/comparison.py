@@ -231,7 +231,7 @@ class Comparison:
         self.buffers = [(each, each.clone()) for each in there]
 
     def run(self, count: int, make: MakeBatch, given: Rule | None) -> None:
-        """See what a batch of `count` samples is beside its parts, by the rule that is `given`.
+        """See what a batch of `count` samples is compared with its parts, by the rule that is `given`.
 
         Raises:
             NotTried: that is not to be seen.

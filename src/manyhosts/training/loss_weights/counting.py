@@ -32,7 +32,7 @@ _WIDE = 8
 """Pieces whose samples are looked at together, at most those of the batch: the mean of, say, the 16 largest losses is
 that of all samples in a piece of 16."""
 _SOON = (10, 100)
-"""Steps that are looked at beside every `look_every`-th."""
+"""Steps that are looked at besides every `look_every`-th."""
 
 KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
 _OR_ELSE = 'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"'

@@ -37,7 +37,7 @@ class TargetMean:
     """A mean over the targets of a batch that are not left out, each by the weight of its class."""
 
     def __init__(self, weight: Tensor | None = None, ignored: int = -100, *, shifted: bool = False) -> None:
-        """`weight`: of each class, shape (classes,). `ignored`: as PyTorch's cross-entropy has it unless told another.
+        """`weight`: of each class, shape (classes,). `ignored`: as PyTorch's cross-entropy has it unless given another.
 
         `shifted`: the first label of a sequence predicts nothing, so it does not count (causal language models).
         """

@@ -98,7 +98,7 @@ def _check(name: str, block: nn.Module) -> None:
     if isinstance(block, torch.jit.ScriptModule):
         what = "is TorchScript"
     elif "forward" in vars(block):
-        what = "has a forward of its own, beside that of its class"
+        what = "has a forward of its own, besides that of its class"
     else:
         return
     raise ConfigError(

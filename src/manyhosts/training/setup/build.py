@@ -355,7 +355,7 @@ def check_handed_out(strategy: Strategy, data: Data, settings: Settings) -> None
     """
     if isinstance(strategy, HandsOut) and hasattr(data.train, "shard"):
         raise ConfigError(
-            "the training set is a stream that is read in shards, and micro-batches go to whoever is free",
+            "the training set is a stream that is read in shards, and micro-batches go to whichever worker is free",
             where=f"strategy={settings.strategy.name!r}",
             fix="give a map-style dataset, or leave out the dataset's shard(index, count)",
         )

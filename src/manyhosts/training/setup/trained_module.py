@@ -160,7 +160,7 @@ def _check(model: nn.Module, inputs: Any) -> None:
             "the same order",
             where="trainer.model(…)",
             fix="call trainer.predict(dataset, forward=…) on all workers; or make a model of your own and give it what "
-            "mh.load(run_dir) gives, which is the whole",
+            "mh.load(run_dir) gives, which is all of it",
         )
 
 

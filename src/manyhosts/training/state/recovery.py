@@ -174,7 +174,7 @@ class SharedTraining:
     # State from one to the other.
 
     def state(self, *, but_parts: bool = False) -> dict[str, Any]:
-        """All that is equal on all workers, and what a leader that is behind by a step has not told.
+        """All that is equal on all workers, and what a leader that is behind by a step has not reported.
 
         `but_parts`: without what workers with another part of the model have otherwise.
         """

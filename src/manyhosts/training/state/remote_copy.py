@@ -72,7 +72,7 @@ class RemoteCopy:
             return notes
         bring_best(location, self._directory.best, fits, disk)
         lost = bring_records(location, brought.found, self._records)
-        notes += [f"{name} is not whole at {self.address}: the record begins again" for name in lost]
+        notes += [f"{name} is incomplete at {self.address}: the record begins again" for name in lost]
         return [*notes, f"brought the snapshot of step {brought.found.step} from {self.address}"]
 
     def _see_whose_it_is(self, location: ObjectStoreLocation) -> None:

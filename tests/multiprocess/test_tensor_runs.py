@@ -123,7 +123,7 @@ def test_plans_are_kept_or_refused_in_a_sentence_and_weights_are_whole(tmp_path:
     [alone] = run_ranks(1, plain, tmp_path / "alone")
     for said in run_ranks(2, use, tmp_path, timeout_s=120):
         assert "the plan names '*.nothing', and no layer of the model is called so" in said["no layer"]
-        assert "cut by this plan the model does not compute what it does whole" in said["no pair"]
+        assert "cut by this plan the model does not compute what it does uncut" in said["no pair"]
         assert "'unused' is to be cut as 'vocabulary', and is a Linear" in said["no features"]
         assert "'words' is to be cut as 'column', and is a Embedding" in said["kind"]
         assert "has no nn.Linear or nn.Embedding that could be cut" in said["own"]

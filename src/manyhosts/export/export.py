@@ -7,7 +7,7 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,12 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manyhosts.errors import ConfigError, ManyhostsError, first_line
-from manyhosts.export.card import write_card
+from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_line
 from manyhosts.export.description import FORMATS, PRECISIONS, Description, Preprocessing, TensorSpec
 from manyhosts.export.formats import BY_NAME, answers_of
 from manyhosts.export.model_call import ModelCall
-from manyhosts.export.verify import compare
 from manyhosts.records.chosen_run import run_directory
 from manyhosts.records.summary import Summary
 from manyhosts.training.trained_script import TrainedRun, open_run
@@ -199,3 +197,141 @@ def _put_in_place(half: Path, folder: Path) -> None:
         os.rename(folder, old)
     os.rename(half, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+_USE = {
+    "safetensors": 'safetensors.torch.load_file("model.safetensors")  # int8: name * name.scale',
+    "torch-export": 'torch.export.load("model.pt2").module()(*inputs)',
+    "onnx": 'onnxruntime.InferenceSession("model.onnx").run(None, {name: array})',
+    "hf": 'transformers.AutoModel.from_pretrained(".")  # or the class that the configuration names',
+}
+
+
+def write_card(folder: Path, described: Description) -> None:
+    """Write README.md into `folder`; with the Hub's own header where huggingface_hub is there."""
+    text = _text(described)
+    try:
+        from huggingface_hub import ModelCard, ModelCardData
+    except ImportError:
+        (folder / "README.md").write_text(text)
+        return
+    # "other" is the Hub's word for a licence that is not in its list.
+    licence = "other" if described.licence == "unknown" else described.licence
+    data = ModelCardData(license=licence, library_name="pytorch", tags=["manyhosts", described.format])
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
+
+
+def _text(described: Description) -> str:
+    source = described.source
+    metrics = [
+        f"| {which} | {name} | {value:.6g} |"
+        for which, values in described.metrics.items()
+        for name, value in values.items()
+        if isinstance(value, int | float)
+    ]
+    return "\n".join(
+        [
+            f"# {source['script']}, step {source['step']}",
+            "",
+            f"Format {described.format}, {described.precision}. Licence: {described.licence}.",
+            "",
+            *_section("Use", ["```python", _USE.get(described.format, ""), "```"]),
+            *_section("Inputs", [f"* {each}" for each in described.inputs]),
+            *_section("Outputs", [f"* {each}" for each in described.outputs]),
+            *_section("Metrics", ["| set | metric | value |", "|---|---|---:|", *metrics] if metrics else ["none"]),
+            *_section("Data", [f"* {name}: {count} samples" for name, count in described.data["sets"].items()]),
+            *_section("Preprocessing", [described.preprocessing.function if described.preprocessing else "none"]),
+            *_section("Training", _lines({key: source[key] for key in ("run", "snapshot", "strategy", "workers")})),
+            *_section("Versions", _lines(source["versions"])),
+            *_section("Compared with the trained model", _lines(described.verified)),
+        ]
+    )
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return [f"## {title}", "", *lines, ""]
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    return [f"* {key}: {value}" for key, value in values.items()]
+
+
+# Largest difference of an output, as a share of the largest value of that output, or of 1 where that is smaller
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+SAME_ANSWERS = 0.99
+# The same, for an int8 model whose outputs are no scores to take the highest of
+_INT8_NUMBERS = 5e-2
+
+
+class NotTheSame(TrainingError):
+    """What was written does not answer as the trained model."""
+
+
+def compare(
+    wanted: Sequence[tuple[Tensor, ...]],
+    found: Sequence[tuple[Tensor, ...]],
+    outputs: Sequence[TensorSpec],
+    *,
+    precision: str,
+    where: str,
+) -> dict[str, Any]:
+    """Compare answers batch by batch. Returns what was seen.
+
+    Raises:
+        NotTheSame: they differ by more than `precision` allows.
+    """
+    gaps, same = [0.0], torch.zeros(0, dtype=torch.bool)
+    for rows, others in zip(wanted, found, strict=True):
+        for spec, one, other in zip(outputs, rows, others, strict=True):
+            place = f"{spec.name}, batch of {len(one)}"
+            gap = _gap(one, other, place, where)
+            dim = _scores(one, spec)
+            if precision != "int8" or dim is None:
+                allowed = TOLERANCE.get(precision, _INT8_NUMBERS)
+                if gap > allowed:
+                    raise _wrong(f"a difference of {gap:.2g}, and {allowed:g} is allowed", place, where)
+            else:
+                same = torch.cat([same, (one.argmax(dim) == other.argmax(dim)).reshape(-1)])
+            gaps.append(gap)
+    reported: dict[str, Any] = {"samples": sum(len(row[0]) for row in wanted), "largest_difference": max(gaps)}
+    if not len(same):
+        return reported
+    share = float(same.double().mean())
+    if share < SAME_ANSWERS:
+        raise _wrong(f"the same first answer in {share:.1%} of {len(same)} cases, and 99 % are wanted", "int8", where)
+    return reported | {"same_first_answers": share}
+
+
+def _gap(one: Tensor, other: Tensor, place: str, where: str) -> float:
+    """The largest difference, as a share of the largest value or of 1; integers that differ are infinitely far.
+
+    Raises:
+        NotTheSame: the shapes differ, or one has NaN or infinity where the other has a number.
+    """
+    if one.shape != other.shape:
+        raise _wrong(f"shape {tuple(other.shape)} in place of {tuple(one.shape)}", place, where)
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else float("inf")
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        raise _wrong("NaN or infinity in the place of numbers", place, where)
+    wanted, found = one[finite].double(), other[finite].double()
+    return float((wanted - found).abs().max() / max(1.0, float(wanted.abs().max()))) if len(wanted) else 0.0
+
+
+def _scores(output: Tensor, spec: TensorSpec) -> int | None:
+    """The dim of the classes; None for an output that has none. CrossEntropyLoss wants them in the second one.
+
+    With more dims the one whose size never changes is taken, the last of them for transformers' `logits`.
+    """
+    if output.dim() < 2 or output.shape[1:].numel() < 2:
+        return None
+    return output.dim() - 1 if spec.name in ("logits", "last_hidden_state") else 1
+
+
+def _wrong(what: str, place: str, where: str) -> NotTheSame:
+    return NotTheSame(
+        f"the export does not answer as the trained model: {what} ({place}); nothing was kept",
+        where=where,
+        fix="choose another format or precision, such as --format safetensors in fp32",
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
@@ -18,8 +18,8 @@ from manyhosts.records.manifest import NAME, Facts, Found, InFolder, Manifest, f
 from manyhosts.records.tensor_parts import TensorRecord
 from manyhosts.snapshot.entries import Entries
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
-from manyhosts.snapshot.owns import Owns
 from manyhosts.snapshot.slices import TensorReader
+from manyhosts.snapshot.tensors import TensorFile
 
 Fits = Callable[[Manifest], str]
 """Why a run cannot continue from the snapshot with this manifest; nothing where it can."""
@@ -166,3 +166,46 @@ def _agreed(folder: Path, mine: Found | None, world: World) -> Found | None:
         return mine
     step, how = reported
     return Found(path=folder / f"step-{step:08d}{'.' if how else ''}{how}", step=step, how=how)
+
+
+@dataclass(frozen=True, slots=True)
+class Owns(Sequence[Mapping[str, Any]]):
+    """By rank, what each of the workers that saved a snapshot gave as its own; empty for one that gave nothing.
+
+    With a worker its plain values are read; the tensors of one of its values when that value is asked for. Nothing is
+    kept here, so what is asked for twice is read twice.
+    """
+
+    folder: Path
+    files: Collection[str]
+    """Of the snapshot."""
+    workers: int
+    """How many saved it."""
+    key: str = ""
+    """Of what each gave, only the mapping under this key; empty: all of it."""
+
+    def under(self, key: str) -> Owns:
+        """Of what each gave, the mapping under `key`."""
+        return replace(self, key=key)
+
+    def __len__(self) -> int:
+        return self.workers
+
+    @overload
+    def __getitem__(self, rank: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Mapping[str, Any]]: ...
+    def __getitem__(self, rank: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        """What the worker of this rank gave.
+
+        Raises:
+            SnapshotError: it cannot be read; of its tensors this is reported when they are asked for.
+        """
+        if isinstance(rank, slice):
+            return [self[each] for each in range(self.workers)[rank]]
+        rank = range(self.workers)[rank]
+        text, tensors = self.folder / f"own-{rank:05d}.json", self.folder / f"own-{rank:05d}.safetensors"
+        if text.name not in self.files:
+            return {}
+        own = Entries.in_file(text, lambda: TensorFile(tensors).read)
+        return own.under(self.key) if self.key else own

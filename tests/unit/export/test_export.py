@@ -14,10 +14,9 @@ from small_run import make_run
 import manyhosts as mh
 from manyhosts.cli.export import export as command
 from manyhosts.errors import ConfigError
-from manyhosts.export import formats, verify
+from manyhosts.export import formats
 from manyhosts.export.description import Description
-from manyhosts.export.export import Request, export
-from manyhosts.export.verify import NotTheSame
+from manyhosts.export.export import NotTheSame, Request, compare, export
 from manyhosts.training.trained_script import open_run
 
 
@@ -138,8 +137,8 @@ def test_int8_counts_first_answers() -> None:
         found = wanted.clone()
         found[:wrong] = found[:wrong].flip(1)
         if fits:
-            seen = verify.compare([(wanted,)], [(found,)], spec, precision="int8", where="")
+            seen = compare([(wanted,)], [(found,)], spec, precision="int8", where="")
             assert seen["same_first_answers"] == 0.99
         else:
             with pytest.raises(NotTheSame, match=r"98\.5%"):
-                verify.compare([(wanted,)], [(found,)], spec, precision="int8", where="")
+                compare([(wanted,)], [(found,)], spec, precision="int8", where="")

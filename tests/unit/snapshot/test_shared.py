@@ -26,8 +26,8 @@ from manyhosts.records.tensor_parts import Box, flaw
 from manyhosts.snapshot.commit import Part, hear, tell
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import everything_fits, newest
-from manyhosts.snapshot.share import share_out
 from manyhosts.snapshot.store import Facts, Store
+from manyhosts.snapshot.writing import share_out
 
 
 class WorkerGroup:

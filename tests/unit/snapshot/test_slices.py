@@ -26,7 +26,7 @@ from manyhosts.snapshot.condition import look
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.location import Folder
-from manyhosts.snapshot.share import share_out
+from manyhosts.snapshot.writing import share_out
 
 STATE = {
     "weight": torch.arange(7 * 5, dtype=torch.float32).reshape(7, 5),

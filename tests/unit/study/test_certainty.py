@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from studies import Costs, make_study
 
-from manyhosts.study.certainty import _student
 from manyhosts.study.points import Asked, Point
-from manyhosts.study.verdict import Verdict
+from manyhosts.study.verdict import Verdict, _student
 
 
 def verdict(folder: Path, speed_ups: dict[int, list[float]]) -> Verdict:

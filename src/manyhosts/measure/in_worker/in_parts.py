@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manyhosts.communication.collectives import Work
 from manyhosts.communication.shared_norm import OwnBatch, acting
+from manyhosts.communication.world import World
 from manyhosts.config.strategies import cutting
-from manyhosts.measure.in_worker.mirror import mirrored
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.planner.measured import InParts
 from manyhosts.strategies.fsdp.strategy import FullySharded
@@ -87,3 +90,32 @@ def _medians(acts: Sequence[Callable[[], object]], seconds: float) -> list[float
                 clock.append(time.perf_counter())
             times.append([end - begin for begin, end in pairwise(clock)])
     return [statistics.median(each) for each in zip(*times[_WARM:], strict=True)]
+
+
+class Mirror(World):
+    """`size` workers, of which this is the first; made by `mirrored`."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Sum what all of them would have."""
+        tensor.mul_(self.size)
+        return super().start_all_reduce(tensor)
+
+    def all_reduce(
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, confirmed: bool = True
+    ) -> Tensor:
+        """The same, and wait for it; of another `op` than a sum it is what this worker has."""
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(self.size)
+        return super().all_reduce(tensor, op, confirmed=confirmed)
+
+
+@contextmanager
+def mirrored(world: World, size: int) -> Iterator[World]:
+    """Within, `world`, which has one worker, as one of `size`, each on a machine of its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield Mirror(replace(world.place, rank=0, size=size), backend="gloo")
+    finally:
+        dist.destroy_process_group()

@@ -60,6 +60,8 @@ class Instance(nn.Module):
 SAMPLE_WISE = ["in place", "replaced", "every third pass", "not persistent", "by .data", "written to .data"]
 CASES = {name: Case(partial(Changing, name)) for name in [*SAMPLE_WISE, "counted", "cached"]}
 CASES |= {"spectral": Case(Spectral), "instance": Case(Instance)}
+MIXES = "so the model looks at the other samples of a batch"
+"""What a look says of one that uses in a pass what it has made of all samples of it."""
 RIGHT_ANYWHERE = ["cached"]
 RIGHT_WITH_PLAIN_DDP = ["counted", "spectral", "cached"]
 
@@ -127,7 +129,7 @@ def test_what_each_worker_changes_by_its_own_samples_is_refused_by_name_on_all(n
         if workers > 1 and name not in RIGHT_WITH_PLAIN_DDP:
             buffer = "norm.running_mean" if name == "instance" else "seen"
             assert len(set(found)) == 1, found
-            assert f"changes the buffer '{buffer}'" in found[0]
+            assert any(each in found[0] for each in (f"changes the buffer '{buffer}'", MIXES)), found[0]
         else:
             for each in found:
                 assert_equal(each, answers[1][0][name, None], but=["cache"], tolerance=1e-5)
@@ -143,7 +145,11 @@ def test_virtual_workers_refuse_every_change_in_the_first_step(name: str, answer
                 assert_equal(each, answers[1][0][name, 4], but=["cache"])
         else:
             assert len(set(found)) == 1, found
-            said = ("whose bits would depend on who computes what", "'passes' is kept from one batch to the next")
+            said = (
+                "whose bits would depend on who computes what",
+                "'passes' is kept from one batch to the next",
+                MIXES,
+            )
             assert any(each in found[0] for each in said), found[0]
 
 

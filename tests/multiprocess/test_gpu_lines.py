@@ -78,6 +78,8 @@ def trainings(folder: Path) -> None:
     assert fits.settings.strategy == mh.DDP(), "in 16 GiB"
     assert 0 < device.memory_left(fits.world.device) < 1 << 34
     trainer(folder / "parts", "2 steps", strategy=mh.FSDP(units=["0", "3"]))
+    copies = trainer(folder / "copies", "2 steps", strategy=mh.FSDP(units=["0", "3"], shard=1))
+    assert "of a GPU" in why_not_survive(copies.parts)
     offloaded = mh.FSDP(units=["0", "3"], cpu_offload=True)
     on_host = trainer(folder / "on host", "2 steps", strategy=offloaded, precision="fp16", clip_gradients=1.0)
     put_weights(on_host.parts, weights_of(on_host.parts))

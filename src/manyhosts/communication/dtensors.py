@@ -61,7 +61,7 @@ class DTensors(Holding):
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             return tensor
-        return self._full_now(tensor) if tensor.device.type == "cpu" else gathered(tensor)
+        return self._full_now(tensor) if tensor.device_mesh.device_type == "cpu" else gathered(tensor)
 
     def _full_now(self, tensor: DTensor) -> Tensor:
         """The same from the workers of now, who may be others than those that PyTorch knows."""

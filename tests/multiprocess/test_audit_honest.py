@@ -212,7 +212,7 @@ def test_all_say_who_is_wrong_where_no_launcher_leaves_him_out(tmp_path: Path) -
     for found in run_ranks(2, train_until_error, jobs, tmp_path / "two", 1):
         assert "rank 0 on host" in found["conv"]
         assert "rank 1 on host" in found["conv"]
-        assert "cannot be told which of them is wrong" in found["conv"]
+        assert "it is not known which of them is wrong" in found["conv"]
 
 
 def test_what_cannot_be_audited_is_refused_before_the_first_step(tmp_path: Path) -> None:

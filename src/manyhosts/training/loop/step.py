@@ -253,7 +253,8 @@ class Stepper:
         state.step += 1
         state.position, state.stream = step.after, step.stream
         self.at.end_step(ends_epoch=step.ends_epoch)
-        self.first_steps.after_step()
+        if self.first_steps.looking:
+            self.first_steps.after_step()
         if self.watcher is not None:
             self.watcher.steps(state.step)
 

@@ -214,7 +214,9 @@ class Fit:
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
         self._open_directory()  # no one looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
-        if self.loaded is None and self.recovery is not None and self.world.any(self.loop.at.inconsistent):
+        at = self.loop.at
+        changed = at.inconsistent and max(at.tried, at.under_way) > 0  # and not in what comes before the first step
+        if self.loaded is None and self.recovery is not None and self.world.any(changed):
             raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
         self.state.become(found)
         if self.parts.strategy.traits.synchronous:

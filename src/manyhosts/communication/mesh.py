@@ -158,19 +158,17 @@ class Mesh:
         return Along(self.world, partial(self.members, wanted))
 
     def members(self, wanted: tuple[str, ...]) -> Members:
-        """Those along the axes `wanted`, in the order of `AXES`."""
+        """Those along `wanted`, in the order of `AXES`. Where no groups are made, that of the world is not held."""
+        size = self.size(*wanted)
+        if self._comes_late or size == 1:
+            return (self.world.rank,), None
+        if size == self.world.size:
+            return tuple(range(size)), None
         if self._made_for is not self.world.group:
             self._made_for, self._along = self.world.group, {}
-        if (found := self._along.get(wanted)) is None:
-            size = self.size(*wanted)
-            if self._comes_late or size == 1:
-                found = (self.world.rank,), None
-            elif size == self.world.size:
-                found = tuple(range(size)), None
-            else:
-                found = self.world.new_groups(self.groups(*wanted))
-            self._along[wanted] = found
-        return found
+        if wanted not in self._along:
+            self._along[wanted] = self.world.new_groups(self.groups(*wanted))
+        return self._along[wanted]
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """The ranks of each group along `axes`; every worker is in one of them."""

@@ -17,11 +17,11 @@ import psutil
 import pytest
 import stages
 from launching import alive, wait_until
-from manyhosts.cli.prove_screen import print_proof
 from preloaded import descendants
 from prove_faults import FAULTS
 from prove_scripts import BROKEN, RIGHT, SMALL, Script
 
+from manyhosts.cli.prove import print_proof
 from manyhosts.errors import ConfigError, ScriptError
 from manyhosts.prove.prove import Proof, prove
 from manyhosts.prove.trials import Asked, make_stage

@@ -47,6 +47,7 @@ OTHER_AGAIN = "it has another value when it is computed again"
 """A pass moves something that cannot be put back."""
 SURE = 1e-6
 """What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
+_OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_COPIED = 1 << 28
 """Elements of parameters that are copied for a look in float64; others share those of the model."""
 _HOOKS = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
@@ -82,6 +83,8 @@ KEEPS_STATE = "keeps state"
 IGNORES = "ignores labels"
 CHANGES_GRADIENTS = "changes gradients"
 """The gradient of a parameter is not the mean of those of the parts, though the loss is."""
+WRITES = "writes"
+"""A forward pass changes a buffer, which is none of BatchNorm's."""
 IN_CHUNKS = "is called in chunks"
 """A BatchNorm is called several times in a forward pass, with a part of the samples each time."""
 
@@ -227,8 +230,8 @@ class Comparison:
         if not look.copies and self.places.asks_for_training:
             seen.because = "the model asks for it, and its workers exchange something in each forward pass"
         self.parameters = dict(module.named_parameters())
-        there = [each for each in module.buffers() if not each.is_meta]  # else another stage has it
-        self.buffers = [(each, each.clone()) for each in there]
+        there = [each for each in module.named_buffers() if not each[1].is_meta]  # else another stage has it
+        self.buffers = [(name, each, each.clone()) for name, each in there]
 
     def run(self, count: int, make: MakeBatch, given: Rule | None) -> None:
         """See what a batch of `count` samples is compared with its parts, by the rule that is `given`.
@@ -347,8 +350,10 @@ class Comparison:
     def _begin(self, *, kept: bool = False) -> None:
         """Have all as it was before the first pass; but for what is `kept` in plain Python."""
         with torch.no_grad():
-            for each, before in self.buffers:
+            for name, each, before in self.buffers:
                 if not torch.equal(before, each):
+                    said = f", and a forward pass changes the buffer {name!r}"
+                    self.seen.beside[WRITES] = said * (name.split(".")[-1] not in _OF_NORMS)
                     each.copy_(before)  # an expanded one, which nothing writes to, could not be written to
         if not kept:
             self.places.put_back(self.held)

@@ -116,17 +116,11 @@ class LossWeights:
         own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
         micro = min(own, settings.micro_batch_size or own)
         look = Look(
-            self.parts.compute,
-            self.parts.trained,
-            world.device,
-            step.epoch,
-            source.loader.fetcher if isinstance(source, IndexedSource) else None,
-            copies=copies,
-            gradients=first and self.cuts,
-            accumulates=settings.virtual_workers is not None or micro < own,
-            in_halves=gathers_rounded(settings.strategy),
-            least=4 if traits.computes_in_stages else 2,
-        )
+            self.parts.compute, self.parts.trained, world.device, step.epoch,
+            source.loader.fetcher if isinstance(source, IndexedSource) else None, copies=copies,
+            gradients=first and self.cuts, accumulates=settings.virtual_workers is not None or micro < own,
+            in_halves=gathers_rounded(settings.strategy), least=4 if traits.computes_in_stages else 2,
+        )  # fmt: skip
         pieces: list[LoadedPiece] = []
         if copies:
             pieces = step.fetched(None if first and weighing.must_look else 1)
@@ -160,7 +154,7 @@ class LossWeights:
         found = choose(seen) if finds else self.state.counts_by or "samples"
         keeps = seen.beside.get(comparison.KEEPS)
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
-        what += f": {seen.values}, so it depends on how a batch is cut"
+        what += f": {seen.values}, so it depends on how a batch is cut{seen.beside.get(comparison.WRITES, '')}"
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
         wrong = {**seen.beside, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
         if not isinstance(parts.batch_norm, GlobalBatch):

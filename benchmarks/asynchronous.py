@@ -150,7 +150,7 @@ def report(found: dict[str, list[list[tuple[float, float]]]], load: float) -> st
         f"Medians of n = {len(next(iter(found.values())))} runs each, by turns, with lowest and highest. The loss is",
         "that of the last validation within 20 s, in nats; all validate every 2 s. Expected is without exchange and",
         "other work.",
-        f"The machine had other work to do: its load was {load:.0f} when the benchmark began.",
+        f"The load of the machine was {load:.1f} when the benchmark began.",
         "",
         describe(Path(sys.executable), ("torch", "manyhosts")),
         "Again: `python benchmarks/asynchronous.py`.",

@@ -31,7 +31,7 @@ from manyhosts.control import variables
 from manyhosts.control.agent import node, script_faults, script_patches, script_probe
 from manyhosts.control.agent.import_preloader import _Traces
 from manyhosts.control.head.checks import _of_variables
-from manyhosts.measure.in_worker import machine, measurer, readiness, several_workers, updating
+from manyhosts.measure.in_worker import copying, machine, readiness, several_workers, updating
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, of_pass
 from manyhosts.strategies.local_updates import LocalGradient
@@ -99,7 +99,7 @@ def measurements(folder: Path) -> None:
     assert seconds > 0
     assert kept >= 2 * sum(each.nbytes for each in made.model.parameters())
     assert sum(passes.once(8)) > 0
-    assert measurer.copy_s_per_byte(where, 1 << 10, 1 << 12) > 0
+    assert copying.measure(where, 1 << 10, 1 << 12) > 0
     assert several_workers.owners_bandwidth(made.world, 1 << 12) > 0
     assert machine.memory_bytes(where) == 1 << 34
     assert machine.devices(where) == 8

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from stories import ended, epoch_done, record, started, stepped, validated
 
+from manyhosts.listeners.last_screen import last_screen, row_of_test
 from manyhosts.listeners.paint import bare
-from manyhosts.listeners.standard import last_screen, row_of_test
 from manyhosts.records.metrics import line_of
 from manyhosts.records.summary import Summary, summarise
 

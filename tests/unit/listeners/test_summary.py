@@ -8,7 +8,7 @@ import pytest
 from stories import BEGIN, ended, record, started, stepped, was_tested
 
 from manyhosts.events import Event
-from manyhosts.listeners.standard import WriteSummary
+from manyhosts.listeners.summary import WriteSummary
 from manyhosts.records.metrics import MetricsFile
 from manyhosts.records.summary import Summary
 

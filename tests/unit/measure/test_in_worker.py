@@ -20,12 +20,15 @@ from manyhosts.communication.compression.choose import BY_LOSS, cost_of
 from manyhosts.config.strategies import DDP
 from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
+    compressions,
+    copying,
     loading,
     machine,
     measurer,
     passes,
     readiness,
     updating,
+    validating,
 )
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, SavedBytes
@@ -262,9 +265,7 @@ def test_a_loader_that_chooses_its_processes_does_so_by_the_rest_of_a_step() -> 
 
 
 def test_copying_is_timed_by_the_byte_whatever_the_sizes_of_model_and_unit() -> None:
-    times = [
-        measurer.copy_s_per_byte(torch.device("cpu"), unit, total) for unit, total in ((1 << 20, 8 << 20), (999, 999))
-    ]
+    times = [copying.measure(torch.device("cpu"), unit, total) for unit, total in ((1 << 20, 8 << 20), (999, 999))]
     assert all(1e-12 < each < 1e-6 for each in times)
 
 
@@ -273,7 +274,7 @@ def test_a_validation_takes_its_samples_whole_time() -> None:
     trainer = trainer_of(data=data)
     validation = trainer._evaluation("validation")
     assert validation is not None
-    assert 0.004 <= measurer.validation_s_per_sample(validation, trainer.model, seconds=0.5) < 0.04
+    assert 0.004 <= validating.measure(validation, trainer.model, seconds=0.5) < 0.04
     assert validation.passes.samples == SAMPLES, "the evaluation itself is left as it was"
 
 
@@ -282,7 +283,7 @@ def test_what_a_compression_sends_on_four_workers_follows_from_two_and_eight(nam
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(256, 512)), nn.Parameter(torch.randn(1024, 256))]
     config = DDP()
-    found = measurer.measure_compressions(config, parameters, bucket_bytes=25_000_000, seconds=30)[name]
+    found = compressions.measure(config, parameters, bucket_bytes=25_000_000, seconds=30)[name]
     sent = cost_of(name, config, parameters, rank=0, size=4, bucket_bytes=25_000_000).bytes_sent
     assert 2 * 3 / 4 * found.reduced_bytes + 3 * found.gathered_bytes == pytest.approx(sent, rel=0.02)
     assert found.arithmetic_s > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import statistics
 import time
@@ -11,12 +10,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from manyhosts import device
-from manyhosts.communication import volume
-from manyhosts.communication.compression.choose import BY_LOSS, Cost, cost_of
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import DDP, Strategy, check_planned, unit_patterns
 from manyhosts.control.agent import host_state
@@ -24,6 +19,8 @@ from manyhosts.data.steps import Step
 from manyhosts.events import Listener
 from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
+    compressions,
+    copying,
     cutting,
     in_parts,
     loading,
@@ -32,15 +29,16 @@ from manyhosts.measure.in_worker import (
     readiness,
     several_workers,
     updating,
+    validating,
 )
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.guard import Guard, leave
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.measure.request import Request
-from manyhosts.planner.measured import Compression, InParts, Measured
+from manyhosts.planner.measured import InParts, Measured
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.strategies.units import tail_bytes, unit_bytes
-from manyhosts.training.evaluation.evaluate import Evaluation, OfAllSets
+from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
@@ -163,9 +161,7 @@ class Measurer(Watcher):
         self.found["validate_every_steps"] = validate_every(settings, parts, step_s * parts.batch / largest.samples)
         if self.validation is not None:
             lines.tell("measures", what="the validation")
-            per_sample = validation_s_per_sample(
-                self.validation.first, parts.model, seconds=self._seconds("validation")
-            )
+            per_sample = validating.measure(self.validation.first, parts.model, seconds=self._seconds("validation"))
             self.found |= {"validation_samples": self.validation.samples, "validation_s_per_sample": per_sample}
 
     def _measure_gradients(self, timed: Passes, parts: Parts, settings: Settings, samples: int) -> None:
@@ -193,7 +189,7 @@ class Measurer(Watcher):
         if settings.virtual_workers is None:  # they add every bit of the gradients
             lines.tell("measures", what="ways to send less")
             seconds = self._seconds("compressions")
-            self.found["compression"] = measure_compressions(ddp, trained, bucket_bytes=bucket_bytes, seconds=seconds)
+            self.found["compression"] = compressions.measure(ddp, trained, bucket_bytes=bucket_bytes, seconds=seconds)
 
     def _seconds(self, name: str) -> float:
         return _SHARES[name] * self.request.seconds
@@ -248,7 +244,7 @@ def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:
     return {
         "parameter_bytes": total,
         "unit_bytes": units,
-        "copy_s_per_byte": copy_s_per_byte(parts.world.device, max(units), total) if units else 0.0,
+        "copy_s_per_byte": copying.measure(parts.world.device, max(units), total) if units else 0.0,
         "buffer_bytes": _bytes(parts.trained.buffers()),
         "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * parts.batch,
         "global_batch": parts.batch,
@@ -274,108 +270,3 @@ def _exchanged(norm: nn.modules.batchnorm._BatchNorm) -> int:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Of tensors that may share memory."""
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-_ROUNDS = 5
-_MOST_BYTES = 64 << 20
-"""In all: more than a processor keeps near, and little compared with a model."""
-
-
-def copy_s_per_byte(where: torch.device, unit: int, total: int) -> float:
-    """Seconds for a byte of `total`, in pieces of `unit` bytes.
-
-    As in a step each piece is another one, so none of them is near yet.
-    """
-    total = min(total, _MOST_BYTES)
-    pieces = [torch.ones(min(unit, total) // 4 + 1, device=where) for _ in range(max(1, total // unit))]
-    times = []
-    for _ in range(_ROUNDS):
-        device.wait_for(where)
-        begin = time.perf_counter()
-        copies = [piece.clone() for piece in pieces]
-        device.wait_for(where)
-        times.append(time.perf_counter() - begin)
-        del copies
-    return statistics.median(times) / sum(piece.nbytes for piece in pieces)
-
-
-_GROWS = 4
-
-
-def validation_s_per_sample(validation: Evaluation, model: nn.Module, *, seconds: float) -> float:
-    """Seconds for a sample, by the first samples of the set: as many as `seconds` allow for."""
-    passes = validation.passes
-    _evaluate(validation, model, passes.batch)
-    samples = min(passes.samples, passes.batch)
-    spent = _evaluate(validation, model, samples)
-    while samples < passes.samples and _GROWS * spent < seconds:
-        samples = min(passes.samples, _GROWS * samples)
-        spent = _evaluate(validation, model, samples)
-    return spent / samples
-
-
-def _evaluate(validation: Evaluation, model: nn.Module, samples: int) -> float:
-    """Seconds that the first `samples` take, in the parts that a set of so many has."""
-    part = copy.copy(validation)
-    part.passes = copy.copy(validation.passes)
-    part.passes.samples = min(samples, validation.passes.samples)
-    begin = time.perf_counter()
-    part(model)
-    return time.perf_counter() - begin
-
-
-_FEW, _MANY = 2, 8
-"""Workers that each is rehearsed for: two numbers tell what is summed from what goes to every other worker."""
-_ROUNDS = 3
-_EXACT = 1 << 40
-"""Bytes that are sent for one, so that the volume of a collective is reported without rounding."""
-
-
-def measure_compressions(
-    config: DDP, parameters: Sequence[nn.Parameter], *, bucket_bytes: int, seconds: float
-) -> Mapping[str, Compression]:
-    """By name, every compression of ours and the one that is asked for; as many as `seconds` allow for, at least that.
-
-    Arithmetic is that of two workers.
-    """
-    names = [name for name in dict.fromkeys([config.compression, *BY_LOSS]) if isinstance(name, str)]
-    until = time.perf_counter() + seconds
-    found: dict[str, Compression] = {}
-    for name in names:
-        if name in ("none", "auto") or (found and time.perf_counter() > until):
-            continue
-        several = []
-        for _ in range(_ROUNDS):
-            several.append(cost_of(name, config, parameters, rank=0, size=_FEW, bucket_bytes=bucket_bytes))
-            if time.perf_counter() > until:
-                break
-        many = cost_of(name, config, parameters, rank=0, size=_MANY, bucket_bytes=bucket_bytes)
-        found[name] = _figures(several, many)
-    return found
-
-
-def _figures(several: Sequence[Cost], many: Cost) -> Compression:
-    few = several[-1]
-    reduced, gathered = split(few.bytes_sent, many.bytes_sent)
-    times = [cost.arithmetic_s for cost in several]
-    times = times[1:] or times
-    return Compression(
-        arithmetic_s=statistics.median(times),
-        processor_s=statistics.median([cost.processor_s for cost in several][1:] or [few.processor_s]),
-        reduced_bytes=round(reduced),
-        gathered_bytes=round(gathered),
-        exchanges=few.exchanges,
-        through_owners=few.through_owners,
-        spread=statistics.pstdev(times) / max(statistics.median(times), 1e-9),
-    )
-
-
-def split(few: float, many: float) -> tuple[float, float]:
-    """What is summed and what goes to every other worker, of the bytes that one of 2 and one of 8 workers sends."""
-    (summed_few, spread_few), (summed_many, spread_many) = (
-        (volume.all_reduce_bytes(_EXACT, size) / _EXACT, volume.all_gather_bytes(_EXACT, size) / _EXACT)
-        for size in (_FEW, _MANY)
-    )
-    gathered = (many - few * summed_many / summed_few) / (spread_many - spread_few * summed_many / summed_few)
-    gathered = max(0.0, gathered)
-    return max(0.0, (few - gathered * spread_few) / summed_few), gathered

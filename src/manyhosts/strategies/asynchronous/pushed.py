@@ -7,7 +7,7 @@ rows that a micro-batch has not touched travel neither as zeros nor as what was 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,15 +76,7 @@ class Gradients:
 
     def unpacked(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
         """What `packed` gave for parameters `like` these."""
-        begin = 0
-
-        def read(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            nonlocal begin
-            size = torch.Size(shape).numel() * dtype.itemsize
-            begin += size
-            part = payload[begin - size : begin].clone()  # at an address fit for its dtype
-            return part.view(dtype).view(torch.Size(shape))
-
+        read = _reader(payload)
         found: list[Tensor | None] = []
         for (form, count), parameter in zip(read((len(like), 2), torch.int64).tolist(), like, strict=True):
             if not form:
@@ -130,11 +122,23 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
+def _reader(payload: Tensor) -> Callable[[Sequence[int], torch.dtype], Tensor]:
+    """What gives the tensors in the bytes of `payload` one after another, each by its shape and dtype."""
+    begin = 0
+
+    def read(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nonlocal begin
+        size = torch.Size(shape).numel() * dtype.itemsize
+        begin += size
+        part = payload[begin - size : begin].clone()  # at an address fit for its dtype
+        return part.view(dtype).view(torch.Size(shape))
+
+    return read
+
+
 @torch.no_grad()
 def unpack(payload: Tensor, into: Sequence[Tensor]) -> None:
     """Fill tensors with what `packed` gave for ones of the same shapes and dtypes."""
-    begin = 0
+    read = _reader(payload)
     for tensor in into:
-        part = payload[begin : begin + tensor.nbytes].clone()  # which begins at an address fit for its dtype
-        tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
-        begin += tensor.nbytes
+        tensor.copy_(read(tensor.shape, tensor.dtype))

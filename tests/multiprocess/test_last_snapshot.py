@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
-from launching import HANGS_S, agents, alive, family, wait_until
+from launching import HANGS_S, agents, alive, family, run, wait_until
 from preloaded import descendants
 from runs import CHANCY, events, restarts, samples_by_step, step_lines, trained
 
@@ -213,3 +213,34 @@ def test_validation_that_was_cut_off_is_made_once_where_the_run_goes_on(
         lines = [(line["step"], line.get("path")) for line in events(run_dir, kind)]
         assert lines == sorted(set(lines)), kind
     assert [line["loss"] for line in step_lines(run_dir)] == [line["loss"] for line in step_lines(validated)]
+
+
+LOST_IN_AN_UPDATE = """
+    import os, signal
+    import torch
+    from torch import nn
+    import manyhosts as mh
+
+    class Meets(mh.Callback):
+        def after_step(self, moment):
+            if moment.step == 3:
+                if os.environ["RANK"] == "1":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                trainer.world.barrier()
+
+    rows = torch.randn(48, 4)
+    trainer = mh.Trainer(
+        model=lambda: nn.Linear(4, 2),
+        loss=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(train=torch.utils.data.TensorDataset(rows, rows[:, :2]), batch_size=8),
+        callbacks=[Meets()],
+    )
+    trainer.fit("12 steps")
+"""
+
+
+def test_run_whose_workers_are_all_in_the_midst_of_a_step_ends_where_there_is_no_snapshot(tmp_path: Path) -> None:
+    ended = run(tmp_path, LOST_IN_AN_UPDATE, "--workers", "2")
+    assert ended.code == 4, ended.err
+    assert "workers were lost while the model changed, and there is no snapshot to go back to" in ended.err

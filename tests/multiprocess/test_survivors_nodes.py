@@ -69,6 +69,11 @@ def weights(folder: Path) -> list[torch.Tensor]:
     return [torch.load(path) for path in sorted((folder / "pids").glob("weights-*"))]
 
 
+def alone(reported: Mapping[str, object]) -> bool:
+    """Whether a host took with it what it alone had learned. A best model that is being written is another loss."""
+    return "learned alone" in str(reported["lost"])
+
+
 def by_step_and_node(folder: Path) -> Mapping[int, Mapping[int, list[str]]]:
     """The hashes of model and optimizer after each step, as it was done last, of the workers of each node."""
     found: dict[int, dict[int, dict[int, list[str]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
@@ -123,9 +128,7 @@ def test_worker_that_dies_at_the_worst_moment_leaves_nodes_equal(moment: str, tm
     deaths = len(places.split())
     output = ended(begin(tmp_path, way, dies_at=places), tmp_path, deaths=deaths)
     assert "was killed by SIGKILL" in output, "once for all, where one of them died before it was told"
-    lost = [reported["lost"] for reported in restarts(tmp_path / "run") if reported["lost"]]
-    assert len(lost) == ("a host" in moment), output
-    assert all(words.startswith("what the lost host learned alone from ") for words in lost), output
+    assert sum(map(alone, restarts(tmp_path / "run"))) == ("a host" in moment), output
     assert_nodes_are_equal(tmp_path)
 
 
@@ -134,7 +137,7 @@ def test_node_that_loses_a_worker_goes_on_with_a_new_one_and_nothing_is_lost(way
     ended(begin(tmp_path, way, dies_at=f"3={FINAL_WORD}"), tmp_path, deaths=1)
     [reported] = restarts(tmp_path / "run")
     assert reported["reason"].startswith("rank 3"), reported
-    assert reported["lost"] == "", "the other worker of its host holds the same"
+    assert not alone(reported), "the other worker of its host holds the same"
     assert_nodes_are_equal(tmp_path)
 
 

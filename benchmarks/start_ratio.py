@@ -5,8 +5,9 @@
 OTHER_PYTHON has the other commit installed. A small convolutional network on digits starts with either, by turns: one
 worker started by `python`, the same with pieces of half a batch, and two workers started by `manyhosts run`; with a
 loss of PyTorch's, which nobody need look at, and with a step of the script's. `import manyhosts` is timed, too. One
-warm-up of each is not counted. Beside the clock stands what all processes of the command computed until its end, as
-other programs may want the cores. The answer, with each time, is written to start_ratio.md and .jsonl beside this file.
+warm-up of each, which also compiles its modules to bytecode, is not counted. The clock may also measure other programs,
+which want the same cores; so what all processes of the command computed until its end is given, too. The answer, with
+each time, is written to start_ratio.md and .jsonl in this folder.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def seconds(python: Path, case: str, folder: Path) -> tuple[float, float]:
         words = [*([str(python)] if workers == 1 else started_by), str(script), str(stamp), *more]
     began, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "MANYHOSTS_RUN_DIR": str(folder / "run")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # modules are compiled once, as where pip installs them
     subprocess.run(words, cwd=folder, env=environment, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

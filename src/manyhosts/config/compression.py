@@ -15,6 +15,8 @@ GROUP = "manyhosts-compressions"
 
 def check_name(name: str) -> None:
     """Raise ConfigError where no compression has that name. Also where there is one worker, which sends nothing."""
+    if name in ("none", "auto", *OWN):
+        return  # without a look through all installed packages
     known = ["none", "auto", *sorted({*OWN, *(point.name for point in entry_points(group=GROUP))})]
     if name not in known:
         raise ConfigError(

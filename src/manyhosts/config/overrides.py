@@ -214,6 +214,8 @@ def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
     Raises:
         ConfigError: a key is unknown, a value has the wrong type, or the result contradicts itself.
     """
+    if not overrides:
+        return settings
     check_keys(overrides)
     left = dict(overrides)
     changes: dict[str, Any] = {}

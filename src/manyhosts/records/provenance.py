@@ -274,14 +274,20 @@ def _sources(root: Path, script: Path) -> dict[str, str]:
     named = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     paths = {str(name) for name in [script, *filter(None, named)] if str(name).endswith(".py")}
     found = {}
-    for path in sorted({os.path.realpath(path) for path in paths if _has_own_code(path.rpartition(os.sep)[0])}):
+    for path in sorted({os.path.realpath(path) for path in paths if _has_own_code(_top_folder(path))}):
         if not _is_installed(path):
             with contextlib.suppress(OSError):
                 found[below(root, path)] = sha256_of(Path(path))
     return found
 
 
-@functools.cache  # thousands of files are in a few hundred folders
+def _top_folder(path: str) -> str:
+    """The folder of a file; of an installed package its top one, which may be a link to code of the user's own."""
+    before, installed, package = path.rpartition("/site-packages/")
+    return f"{before}{installed}{package.split(os.sep)[0]}" if os.sep in package else os.path.dirname(path)
+
+
+@functools.cache  # thousands of files are in a few dozen such folders
 def _has_own_code(folder: str) -> bool:
     return not _is_installed(os.path.realpath(folder))
 

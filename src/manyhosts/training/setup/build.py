@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
-from manyhosts.planner.fit import Training
 from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
 from manyhosts.snapshot.load import Fits
 from manyhosts.strategies.audit import Auditor
@@ -61,6 +60,9 @@ from manyhosts.training.setup.trained_module import check_optimized, model_of, r
 from manyhosts.training.state.frozen_base import FrozenBase
 from manyhosts.training.state.optimizer_state import InitialOptimizer, options_of
 from manyhosts.training.telemetry.watching import Watcher
+
+if TYPE_CHECKING:
+    from manyhosts.planner.fit import Training
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
 MakeSchedule = Callable[[Optimizer], LRScheduler]

@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
 from manyhosts.errors import ConfigError
-from manyhosts.planner import fit
-from manyhosts.planner.memory import ModelBytes
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 from manyhosts.strategies.pipeline.chain import block_bytes
@@ -44,6 +42,9 @@ from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_
 from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.setup.trained_module import model_of
 from manyhosts.units import bytes_in_words
+
+if TYPE_CHECKING:
+    from manyhosts.planner.fit import Training
 
 
 def make_strategy(settings: Settings, world: World, auditor: Auditor | None = None) -> Strategy:
@@ -156,7 +157,7 @@ class Choice:
 
     settings: Settings
     """With it, or as they were where they name a strategy."""
-    training: fit.Training | None
+    training: Training | None
     """What it was chosen for: the largest sizes of all workers. None where there was nothing to choose."""
 
 
@@ -169,6 +170,8 @@ def choose(given: Given) -> Choice:
     settings, world = given.settings, given.world
     if not isinstance(settings.strategy, Auto):
         return Choice(settings, None)
+    from manyhosts.planner import fit  # here, for most trainings start without predicting memory
+
     if host_state.counts_addresses():
         take_from_one_place()
     sizes = _sizes(given)
@@ -243,8 +246,11 @@ def largest_batch(data: Data, settings: Settings, workers: int) -> Any:
     return fetcher(0, np.arange(samples, dtype=np.int64))
 
 
-def _agreed(given: Given, own: _Sizes) -> fit.Training:
+def _agreed(given: Given, own: _Sizes) -> Training:
     """The largest sizes of all workers. All call it together."""
+    from manyhosts.planner.fit import Training
+    from manyhosts.planner.memory import ModelBytes
+
     world, settings, model = given.world, given.settings, model_of(given.made)
     passes = own.passes or PassBytes(activations=-1, backward=-1, checkpointed=None)
     again = -1 if passes.checkpointed is None else passes.checkpointed
@@ -267,7 +273,7 @@ def _agreed(given: Given, own: _Sizes) -> fit.Training:
         several=settings.micro_batch_size is not None,
         **_of_same_samples(given, model),
     )
-    return fit.Training(
+    return Training(
         model=sizes,
         checkpointed=less if known[2] and known[4] else None,
         is_shared=world.is_shared,

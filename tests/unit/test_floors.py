@@ -358,10 +358,12 @@ KNOW_FSDP = {
     "planner/strategies/strategy.py",
 }
 ITS_OWN = (
+    "config/sharded_layers.py",
     "config/fully_sharded.py",
     "measure/in_worker/in_parts.py",
     "planner/strategies/fsdp.py",
     "strategies/fsdp/",
+    "strategies/sharded_layers.py",
     "strategies/units.py",
 )
 

@@ -10,6 +10,7 @@ import manyhosts as mh
 from manyhosts.config.mesh import laid_out
 from manyhosts.config.overrides import apply, parse
 from manyhosts.config.settings import Settings
+from manyhosts.config.sharded_layers import ShardedLayers
 from manyhosts.config.strategies import named
 from manyhosts.errors import ConfigError
 
@@ -29,6 +30,10 @@ from manyhosts.errors import ConfigError
         ("strategy=fsdp mesh.replicate=2", 6, mh.FSDP(shard=3)),
         ("strategy=fsdp shard=host", 4, mh.FSDP(shard="host")),
         ("strategy=ddp mesh.replicate=4 mesh.tensor=1", 4, mh.DDP()),
+        ("strategy=fsdp+tensor mesh.shard=2 mesh.tensor=2", 4, ShardedLayers(shard=2, size=2)),
+        ("strategy=tensor+fsdp mesh.tensor=2 zero=1", 8, ShardedLayers(shard=4, size=2, zero=1)),
+        ("strategy=fsdp+tensor mesh.tensor=2 mesh.replicate=2", 8, ShardedLayers(shard=2, size=2)),
+        ("strategy=fsdp+tensor shard=2", 6, ShardedLayers(shard=2, size=3)),
         ("strategy=diloco", 4, mh.DiLoCo()),
     ],
 )
@@ -49,7 +54,12 @@ def _laid_out(words: str, workers: int) -> Any:
         ("strategy=ddp+pipeline mesh.replicate=3", 4, "a mesh with replicate=3 does"),
         ("strategy=ddp mesh.replicate=3", 6, "a mesh with replicate=3 does"),
         ("strategy=fsdp shard=3", 4, "a mesh with shard=3 does"),
-        ("strategy=ddp+tensor", 4, "'ddp+tensor' makes copies, and no one says how many workers make one"),
+        ("strategy=ddp+tensor", 4, "no one says how many workers of strategy 'ddp+tensor' make one copy of the model"),
+        ("strategy=fsdp+tensor", 4, "no one says how many workers of strategy 'fsdp+tensor' make one copy"),
+        ("strategy=fsdp+tensor mesh.replicate=2", 4, "no one says how many workers of strategy 'fsdp+tensor' make"),
+        ("strategy=fsdp+tensor mesh.shard=2 mesh.tensor=3", 4, "a mesh with shard=2 and tensor=3 does not"),
+        ("strategy=fsdp+tensor mesh.pipeline=2", 4, "strategy 'fsdp+tensor' puts no workers along that axis"),
+        ("strategy=fsdp+tensor mesh.tensor=2 shard=host", 4, "shard is 'host', which strategy 'fsdp+tensor' does not"),
         ("strategy=ddp mesh.tensor=2", 4, "the mesh has tensor=2, and strategy 'ddp' puts no workers along"),
         ("strategy=fsdp mesh.shard=2 mesh.tensor=2", 4, "the mesh has tensor=2, and strategy 'fsdp' puts no"),
         ("strategy=diloco mesh.replicate=2", 4, "the mesh has replicate=2, and strategy 'diloco' puts no"),
@@ -75,10 +85,11 @@ def test_a_mesh_in_the_script_is_a_strategy_and_gives_way_to_another() -> None:
     other = apply(settings, {"strategy": "fsdp", "mesh.shard": "2"})
     assert laid_out(other.strategy, other.mesh, 4) == mh.FSDP(shard=2)
     assert named(mh.Mesh(replicate=2, shard=2)) == mh.FSDP()
+    assert named(mh.Mesh(shard=2, tensor=2)) == ShardedLayers()
     assert named(mh.Mesh(replicate=2)) == mh.DDP()
 
 
-@pytest.mark.parametrize("name", ["fsdp+tensor", "tensor+pipeline", "ddp+diloco"])
+@pytest.mark.parametrize("name", ["tensor+pipeline", "ddp+diloco", "fsdp+pipeline"])
 def test_a_combination_that_is_not_there_is_answered_with_those_that_are(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         named(name)

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.layout import as_real
-from manyhosts.communication.mesh import Mesh
+from manyhosts.communication.mesh import AXES, Mesh
 from manyhosts.communication.parts import TensorPart
 
 
@@ -31,8 +31,8 @@ class DTensors(Holding):
         """This worker's block of a DTensor; of blocks that several hold the first of them gives it."""
         if not isinstance(tensor, DTensor):
             return tensor
-        block = self.block(tensor)
-        if self.mesh.coordinate("replicate") == 0 and not any(self._copies(tensor)):
+        block, known = self.block(tensor), tensor.device_mesh.mesh_dim_names or ()
+        if not any(self.mesh.coordinate(axis) for axis in AXES if axis not in known) and not any(self._copies(tensor)):
             return block
         return TensorPart(block.local.new_empty((0,) * block.local.dim()), (0,) * block.local.dim(), block.shape)
 
@@ -65,13 +65,13 @@ class DTensors(Holding):
 
     def _full_now(self, tensor: DTensor) -> Tensor:
         """The same from the workers of now, who may be others than those that PyTorch knows."""
-        [placement] = tensor.placements
-        local = tensor.to_local()
-        if not isinstance(placement, Shard):
-            return local
-        members, flat = self.mesh.along("shard", "tensor"), as_real(local.movedim(placement.dim, 0).contiguous())
-        found = torch.cat(members.gather(flat))
-        return (torch.view_as_complex(found) if local.is_complex() else found).movedim(0, placement.dim).contiguous()
+        full = tensor.to_local()
+        for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+            if isinstance(placement, Shard):
+                found = torch.cat(self.mesh.along(axis).gather(as_real(full.movedim(placement.dim, 0).contiguous())))
+                found = torch.view_as_complex(found) if full.is_complex() else found
+                full = found.movedim(0, placement.dim).contiguous()
+        return full
 
     def like(self, tensor: Tensor, local: Tensor) -> Tensor:
         """A DTensor with the mesh, placements and shape of `tensor`, on the device of `local`."""

@@ -55,6 +55,7 @@ class Mesh:
         self._fixed = {"shard": shard, "tensor": tensor, "pipe": pipe}
         self._made_for: object = None
         self._along: dict[tuple[str, ...], Members] = {}
+        self._both: DeviceMesh | None = None
         self._shape()
 
     def _shape(self) -> dict[str, int]:
@@ -183,11 +184,19 @@ class Mesh:
         return next(ranks for ranks in self.groups(*axes) if self._rank in ranks)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """PyTorch's mesh over these axes, slowest first, on groups of our own; all workers call this together."""
+        """PyTorch's mesh over these axes, slowest first, on groups of our own; all workers call this together.
+
+        Where a copy is cut along two axes, that of one is a part of the mesh over both, so that PyTorch knows of parts
+        of parts.
+        """
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
         wanted = tuple(axis for axis in AXES if axis in axes)
+        both = tuple(axis for axis in ("shard", "tensor") if self._fixed[axis] > 1)
+        if len(wanted) == 1 and wanted[0] in both and len(both) > 1:
+            self._both = self._both or self.device_mesh(*both)
+            return self._both[wanted[0]]
         ranks = torch.tensor(self.peers(*wanted)).view([self.size(axis) for axis in wanted])
         groups = [self.group(axis) for axis in wanted]
         if len(wanted) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -42,7 +42,7 @@ class FSDP:
     """
 
     name: ClassVar[str] = "fsdp"
-    axis: ClassVar[tuple[str, str]] = ("shard", "shard")
+    axes: ClassVar[Mapping[str, str]] = {"shard": "shard"}
 
     units: str | Sequence[str] = ()
     """What is gathered and let go of together: names of modules, which may hold `*` (`blocks.*`), or of their classes
@@ -98,6 +98,11 @@ class FSDP:
         """The words of `units`."""
         words = self.units.split(",") if isinstance(self.units, str) else self.units
         return tuple(word.strip() for word in words if word.strip())
+
+    @property
+    def by_layers(self) -> int:
+        """Over how many workers each layer is cut."""
+        return 1
 
     @property
     def variant(self) -> str:

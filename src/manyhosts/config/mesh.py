@@ -5,6 +5,8 @@ A combination has the name of both, such as `ddp+tensor`: copies of a model whos
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -53,12 +55,12 @@ class Mesh:
         return " and ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 0)
 
 
-def axis_of(strategy: object) -> tuple[str, str]:
-    """The axis that a strategy has besides `replicate`, and which of its settings says its size.
+def axes_of(strategy: object) -> Mapping[str, str]:
+    """The axes that a strategy puts workers along, and which of its settings says the size of each.
 
-    `replicate` and empty where it has none; both empty where it knows nothing of a mesh.
+    `replicate`, with no setting, where it has no other; none where it knows nothing of a mesh.
     """
-    return getattr(strategy, "axis", ("", ""))
+    return getattr(strategy, "axes", {})
 
 
 def laid_out(strategy: S, mesh: Mesh | None, workers: int) -> S:
@@ -68,33 +70,44 @@ def laid_out(strategy: S, mesh: Mesh | None, workers: int) -> S:
         ConfigError: the sizes do not multiply to the workers, or a combination has none.
     """
     mesh = mesh or Mesh()
-    axis, key = axis_of(strategy)
-    if workers == 1 or (not key and not mesh.replicate):
+    keys = {axis: key for axis, key in axes_of(strategy).items() if key}
+    if workers == 1 or not (keys or mesh.replicate):
         return strategy
-    own, size = (getattr(strategy, key) or 0, mesh.sizes[axis]) if key else (1, 1)
-    if own in (0, OF_MESH):
-        if own == OF_MESH and not (size or mesh.replicate):
+    own = {axis: getattr(strategy, key) or 0 for axis, key in keys.items()}
+    sizes = {axis: mesh.sizes[axis] if own[axis] in (0, OF_MESH) else own[axis] for axis in keys}
+    for axis, key in keys.items():
+        if mesh.sizes[axis] not in (0, sizes[axis]) or (own[axis] == "host" and mesh.replicate):
             raise ConfigError(
-                f"strategy 'ddp+{strategy.name}' makes copies, and no one says how many workers make one",
-                where="strategy",
-                fix=f"write --set mesh.{axis}=2, or mh.Trainer(strategy=mh.Mesh({axis}=2))",
+                f"the strategy has {key}={own[axis]!r}, and the mesh has {mesh}",
+                where="mesh",
+                fix=f"leave one of them out: {key} of the strategy, or the mesh",
             )
-        size = size or (0 if workers % (mesh.replicate or 1) else workers // (mesh.replicate or 1))
-    elif key and (size not in (0, own) or (own == "host" and mesh.replicate)):
-        raise ConfigError(
-            f"the strategy has {key}={own!r}, and the mesh has {mesh}",
-            where="mesh",
-            fix=f"leave one of them out: {key} of the strategy, or the mesh",
-        )
-    elif own == "host":
+    if "host" in own.values():
         return strategy
-    else:
-        size = own
-    if not size or workers % size or (mesh.replicate and size * mesh.replicate != workers):
-        given = replace(mesh, **{axis: size}) if key else mesh
+    _give_rest(strategy, sizes, mesh, workers, [axis for axis in keys if own[axis] == OF_MESH])
+    block = math.prod(sizes.values())
+    if not block or workers % block or (mesh.replicate and block * mesh.replicate != workers):
         raise ConfigError(
-            f"there are {workers} workers, which a mesh with {given} does not multiply to",
-            where="mesh" if mesh != Mesh() else f"strategy={strategy.name!r}, {key}=…",
+            f"there are {workers} workers, which a mesh with {replace(mesh, **sizes)} does not multiply to",
+            where="mesh" if mesh != Mesh() else f"strategy={strategy.name!r}, {', '.join(keys.values())}=…",
             fix="start as many workers as its axes multiply to, or leave one out: it is then what the others leave",
         )
-    return cast(S, replace(cast(Any, strategy), **{key: size})) if key else strategy
+    return cast(S, replace(cast(Any, strategy), **{key: sizes[axis] for axis, key in keys.items()}))
+
+
+def _give_rest(strategy: _Named, sizes: dict[str, int], mesh: Mesh, workers: int, asked: Sequence[str]) -> None:
+    """Put what the other axes leave of `workers` into the one of `sizes` that no one has said, if it comes out even.
+
+    `asked`: the axes whose sizes a combination must be told, but for one.
+    """
+    left = [axis for axis, size in sizes.items() if not size]
+    said = [size for size in (mesh.replicate, *sizes.values()) if size]
+    if len(left) > 1 or (left and left[0] in asked and not said):
+        name = strategy.name if "+" in strategy.name else f"ddp+{strategy.name}"
+        raise ConfigError(
+            f"no one says how many workers of strategy {name!r} make one copy of the model",
+            where="strategy",
+            fix=f"write --set mesh.{left[-1]}=2, or mh.Trainer(strategy=mh.Mesh({left[-1]}=2))",
+        )
+    if left and workers % math.prod(said) == 0:
+        sizes[left[0]] = workers // math.prod(said)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ class Pipeline:
     """Each worker computes some blocks of the model, and gives what comes out to the worker that has the next ones."""
 
     name: ClassVar[str] = "pipeline"
-    axis: ClassVar[tuple[str, str]] = ("pipeline", "stages")
+    axes: ClassVar[Mapping[str, str]] = {"pipeline": "stages"}
 
     stages: int = 0
     """How many stages there are; 0: each worker is one. With fewer than workers each stage is on as many workers as

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from manyhosts.config.arguments import OF_DDP, answering
 from manyhosts.config.asynchronous import Hogwild, ParameterServer, check_asynchronous
@@ -12,9 +12,10 @@ from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
-from manyhosts.config.mesh import OF_MESH, Mesh, axis_of
+from manyhosts.config.mesh import OF_MESH, Mesh, axes_of
 from manyhosts.config.pipedream import PipeDream
 from manyhosts.config.pipelined import BY_MEMORY, Pipeline
+from manyhosts.config.sharded_layers import ShardedLayers
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
@@ -33,7 +34,7 @@ class DDP:
     """Every worker holds the entire model; gradients are summed over all of them in each step."""
 
     name: ClassVar[str] = "ddp"
-    axis: ClassVar[tuple[str, str]] = ("replicate", "")
+    axes: ClassVar[Mapping[str, str]] = {"replicate": ""}
 
     bucket_mb: float = 25.0
     """Gradients travel in buckets of about this many megabytes, while the backward pass still runs."""
@@ -88,11 +89,9 @@ class Auto:
     name: ClassVar[str] = "auto"
 
 
-Strategy = Single | DDP | FSDP | Pipeline | Tensor | LocalSGD | DiLoCo | ParameterServer | Hogwild | PipeDream | Auto
-BY_NAME: dict[str, type[Strategy]] = {
-    kind.name: kind
-    for kind in (Single, DDP, FSDP, Pipeline, Tensor, LocalSGD, DiLoCo, ParameterServer, Hogwild, PipeDream, Auto)
-}
+Spread = DDP | FSDP | Pipeline | Tensor | ShardedLayers
+Strategy = Single | Spread | LocalSGD | DiLoCo | ParameterServer | Hogwild | PipeDream | Auto
+BY_NAME: dict[str, type[Strategy]] = {kind.name: kind for kind in get_args(Strategy)}
 
 
 _COMBINED: dict[str, Strategy] = {
@@ -148,15 +147,14 @@ def check_goes_with(strategy: Strategy, settings: Any) -> None:
 
 
 def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
-    axis, _ = axis_of(strategy)
-    known = ("replicate", axis) if axis else ()
+    known = ("replicate", *axes) if (axes := axes_of(strategy)) else ()
     for name, size in mesh.sizes.items() if mesh is not None else ():
         if size > 1 and name not in known:
             raise ConfigError(
                 f"the mesh has {name}={size}, and strategy {strategy.name!r} puts no workers along that axis",
                 where=f"mesh.{name}",
                 fix=f"leave it out, or choose strategy={_BY_AXIS[name]!r}; besides replicate a mesh has one of shard, "
-                "tensor and pipeline",
+                "tensor and pipeline, or shard and tensor (strategy='fsdp+tensor')",
             )
 
 
@@ -171,13 +169,13 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, PipeDream):
+    if isinstance(strategy, PipeDream | ShardedLayers):
         raise ConfigError(
             f"a plan does not know yet what strategy {strategy.name!r} takes",
             where=f"strategy={strategy.name!r}",
             fix="run some steps of it: their times and bytes are in the run's summary",
         )
-    _, key = axis_of(strategy)
+    key = next(iter(axes_of(strategy).values()), "")
     if strategy.name in OF_SAME_SAMPLES and getattr(strategy, key):
         raise ConfigError(
             f"the strategy has {key}={getattr(strategy, key)}, and a plan is for one copy over all workers",
@@ -202,10 +200,11 @@ def named(strategy: str | Strategy | Mesh) -> Strategy:
     """
     if isinstance(strategy, Mesh):
         axes = [axis for axis, size in strategy.sizes.items() if size and axis != "replicate"]
-        return named(_BY_AXIS[axes[0] if axes else "replicate"])
+        return named(ShardedLayers.name if {*ShardedLayers.axes} <= {*axes} else _BY_AXIS[(*axes, "replicate")[0]])
     if not isinstance(strategy, str):
         return strategy
-    if combined := _COMBINED.get("+".join(sorted(strategy.split("+")))):
+    strategy = "+".join(sorted(strategy.split("+")))
+    if combined := _COMBINED.get(strategy):
         return combined
     if strategy not in BY_NAME:
         known = (*BY_NAME, *_COMBINED)

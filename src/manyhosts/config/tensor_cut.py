@@ -21,7 +21,7 @@ class Tensor:
     """Each worker computes a part of every large layer, of the same samples as the others of its copy."""
 
     name: ClassVar[str] = "tensor"
-    axis: ClassVar[tuple[str, str]] = ("tensor", "size")
+    axes: ClassVar[Mapping[str, str]] = {"tensor": "size"}
     variant: ClassVar[str] = ""
 
     size: int = 0

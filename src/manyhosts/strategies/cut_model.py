@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from manyhosts.cluster.membership import PartOfCopy
 from manyhosts.communication.holding import Holding
@@ -18,8 +19,8 @@ from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Sample, Shard
-from manyhosts.strategies.tally import Agreed
+from manyhosts.strategies.strategy import Piece, Sample, Shard
+from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import Traits
 
 
@@ -51,7 +52,8 @@ def check_memory(model: nn.Module, where: str) -> None:
     """
     beside: dict[int, list[tuple[str, Tensor]]] = {}
     for name, each in [*model.named_parameters(), *model.named_buffers()]:
-        if each.layout is torch.strided and not each.is_meta and each.numel():
+        is_cut = isinstance(each, DTensor)  # it was looked at before that
+        if each.layout is torch.strided and not each.is_meta and not is_cut and each.numel():
             beside.setdefault(each.untyped_storage().data_ptr(), []).append((name, each))
     for names in beside.values():
         for (name, each), (other, tensor) in itertools.combinations(names, 2):
@@ -175,6 +177,10 @@ class CutModel:
         self._full = False
         self.agreed.forget()
         return ""
+
+    def counted(self, tally: StepMetrics, values: Mapping[str, Tensor], piece: Piece) -> Tensor:
+        """The loss of `piece`, with its weight. Workers that compute the same samples have it alike: it counts once."""
+        return tally.add(values, piece.weight) if self.mesh.leads_replica else values["loss"] * piece.weight
 
     @torch.no_grad()
     def norm(self, model: nn.Module) -> Tensor:

@@ -32,6 +32,7 @@ STRATEGIES: Table[Maker] = Table(
         "fsdp": "manyhosts.strategies.fsdp.strategy:FullySharded",
         "pipeline": "manyhosts.strategies.pipeline.strategy:Pipelined",
         "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",
+        "fsdp+tensor": "manyhosts.strategies.sharded_layers:FullyShardedLayers",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
         "parameter-server": "manyhosts.strategies.asynchronous.parameter_server:Servers",
         "pipedream": "manyhosts.strategies.asynchronous.pipedream:PipeDreamed",

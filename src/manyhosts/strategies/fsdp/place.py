@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from manyhosts.communication.collectives import Collectives
@@ -69,7 +69,7 @@ def place_root(
                 each.data = each.data.contiguous()  # of a part no other memory format is known
         own = [each for each in (*unit.parameters(), *unit.buffers()) if not isinstance(each, DTensor)]
         spread([each for each in own if id(each) not in done], world)
-        full = {each for each in unit.parameters() if is_uncut(each)}
+        full = {each for each in unit.parameters() if is_kept(each, over.size())}
         done.update(id(each) for each in (*full, *unit.buffers()))
         given = Given(
             f"the unit {name!r}" if name else "the model itself", always=unit is root and is_asynchronous(world.device)
@@ -85,6 +85,7 @@ def place_root(
             reshard_after_forward=not keeps,
             mp_policy=policy,
             offload_policy=offload,
+            shard_placement_fn=_placement,
             ignored_params=full or None,
         )
         unit.register_forward_pre_hook(noted(partial(see_own_parameters, name, holders_of(unit))), prepend=True)
@@ -99,6 +100,30 @@ def place_root(
         placed.set_custom_reduce_scatter(summing)
     _gather_ahead([*every.values()])
     root.register_forward_hook(_let_go_after_evaluation)
+
+
+def is_kept(parameter: nn.Parameter, workers: int) -> bool:
+    """Whether each of `workers` keeps all that it computes with: a single number, or a part of a layer.
+
+    Such a part has no other dim, or one that cannot be cut evenly, as PyTorch asks of all but the first.
+    """
+    if not isinstance(parameter, DTensor):
+        return is_uncut(parameter)
+    if parameter.device_mesh.mesh_dim_names != ("tensor",):
+        return False  # cut already
+    dim = _placement(parameter).dim
+    return parameter.dim() <= dim or (dim > 0 and bool(parameter.to_local().shape[dim] % workers))
+
+
+def is_of_layer(parameter: nn.Parameter) -> bool:
+    """Whether it is a part of a layer that is cut, and so not alike on the workers that compute it together."""
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _placement(parameter: nn.Parameter) -> Shard:
+    """Along rows; a part of a layer that is cut along rows along columns: no dim is cut twice, which may be uneven."""
+    is_by_rows = isinstance(parameter, DTensor) and parameter.placements[-1] == Shard(0)
+    return Shard(1) if is_by_rows else Shard(0)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel, sum_together
 from manyhosts.strategies.fsdp import rounded
 from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
-from manyhosts.strategies.fsdp.place import begin_again, on_several_hosts, place_root
+from manyhosts.strategies.fsdp.place import begin_again, is_kept, is_of_layer, on_several_hosts, place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
 from manyhosts.strategies.materialise import Places, materialise, places_of
 from manyhosts.strategies.optimizer_step import stepping
@@ -61,7 +61,7 @@ class FullySharded(CutModel):
         shard = config.shard or world.size
         if shard == "host":
             shard = _of_one_host(world) if world.part is None else world.part.parts
-        mesh = Mesh(world, shard=shard)
+        mesh = Mesh(world, shard=shard, tensor=config.by_layers)
         super().__init__(mesh, DTensors(mesh))
         self.config = config
         mesh.along("replicate")  # all workers make its groups together
@@ -83,6 +83,7 @@ class FullySharded(CutModel):
         uncut, *loss = model.children() if getattr(model, "is_never_called", False) else [model]
         units, places = find_units(uncut, self.config.patterns), places_of(model)
         self.replaced = Replaced(model)
+        self.cut_layers(model, uncut)
         self.plan = {"is_far": self._is_far()} if self.world.part is None else {**self.world.part.plan}
         with self.mesh.stood_in_for():
             for root in (uncut, *loss):
@@ -91,6 +92,9 @@ class FullySharded(CutModel):
         self.model_watch = ModelWatch(model, self.world)
         self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
         return model
+
+    def cut_layers(self, model: nn.Module, uncut: nn.Module) -> None:
+        """Nothing: each worker of a copy computes entire layers. `uncut`: what is called, without the loss."""
 
     def _place_root(self, root: nn.Module, units: Mapping[str, nn.Module], places: Places) -> None:
         """Keep this worker's part of `root`, and of each of `units` in it; all of it, where it has no parts."""
@@ -163,22 +167,28 @@ class FullySharded(CutModel):
             with misuse_told():
                 values = compute(model, piece)
                 self.written.check()
-                loss = scale(tally.add(values, piece.weight))
+                loss = scale(self.counted(tally, values, piece))
                 self.step_digest.announce()
                 self.step_digest.compare()  # in the backward pass those that have left out a unit would wait for ever
                 loss.backward()
             self.replaced.check()
+        self.sum_layers()
         self._sum_copies()
         self.step_digest.announce(*(each.grad is not None for each in self.parameters))
         self.step_digest.compare()
-        tally.control_flags = [*control_flags, *self.step_digest.reported()]
+        # Those who compute parts of the same layers have exchanged something in each.
+        reported = self.step_digest.reported() if self.mesh.leads_replica else [0.0, 0.0]
+        tally.control_flags = [*control_flags, *reported]
         uncut = self._start_uncut()
         self.world.wait(tally.start_sum())
         self._take_uncut(*uncut)
         reported, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
         if (sums := self.late.read(reported)) is not None:
-            check_alike(sums, self.world.size)
+            check_alike(sums, self.mesh.size("replicate", "shard"))
         return tally.outcome()
+
+    def sum_layers(self) -> None:
+        """Nothing: each worker has the gradients of entire layers."""
 
     def _ready(self, *, is_last: bool) -> None:
         """Say what is kept in full after the coming forward and backward pass."""
@@ -201,23 +211,27 @@ class FullySharded(CutModel):
             flat = flat.to(self.world.device)
             return rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
 
-        trained = [each for each in self.parameters if each.requires_grad and not is_uncut(each)]
+        in_parts = [each for each in self.parameters if not is_kept(each, self.mesh.size("shard"))]
+        # Apart, for the order in which numbers are added depends on the length of a message.
+        for own in ([each for each in in_parts if is_of_layer(each) is cut] for cut in (False, True)):
+            sum_together(self.gradients(own), summed)
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """What this worker holds of those of `parameters` that are trained; zeros for one that has none."""
         local = self.holding.local
-        sum_together(
-            [torch.zeros_like(local(each)) if each.grad is None else local(each.grad) for each in trained], summed
-        )
+        trained = [each for each in parameters if each.requires_grad]
+        return [torch.zeros_like(local(each)) if each.grad is None else local(each.grad) for each in trained]
 
     def _start_uncut(self) -> tuple[list[Tensor], Tensor, Work]:
-        """Begin to sum over all workers the gradients of what each keeps in full; what has none is sent as zero."""
-        trained = [each for each in self.parameters if each.requires_grad and is_uncut(each)]
-        given = [as_real(torch.zeros_like(each) if each.grad is None else each.grad).detach() for each in trained]
+        """Begin to sum the gradients of what each worker keeps in full; what has none is sent as zero."""
+        given = [as_real(each) for each in self.gradients([each for each in self.parameters if is_uncut(each)])]
         if not given:
             return [], torch.empty(0), None
         flat = torch.cat([each.double().reshape(-1) for each in given])
-        return given, flat, self.world.start_all_reduce(flat)
+        return given, flat, self.mesh.data.start_all_reduce(flat)
 
     def _take_uncut(self, given: Sequence[Tensor], flat: Tensor, work: Work) -> None:
-        """Have the sums that `_start_whole` began in place of this worker's gradients."""
+        """Have the sums that `_start_uncut` began in place of this worker's gradients."""
         self.world.wait(work)
         for each, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
             each.copy_(summed.view_as(each))

@@ -32,14 +32,17 @@ def cut(model: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh) -> N
             _put_into_parts(module, "bias", 0, made, exchange, mesh)
         module.__dict__["forward"] = partial(forwards[way], module, exchange)
     for group in plan.groups:
-        for name in group.inner:
-            _sum_gradient(model.get_parameter(name), exchange)
         for name, shape in group.dropouts.items():
             module = cast(nn.Dropout, model.get_submodule(name))
             module.__dict__["forward"] = partial(_dropout, module, exchange, shape, group.dims.setdefault(name, []))
         owner = model.get_submodule(group.owner)
         for key in group.divided:
             setattr(owner, key, getattr(owner, key) // exchange.workers.size)
+
+
+def inner(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
+    """Parameters that are used between the parts: the gradient of each is the sum over the workers."""
+    return [model.get_parameter(name) for group in plan.groups for name in group.inner]
 
 
 def _put_into_parts(
@@ -63,7 +66,8 @@ def _put_into_parts(
     module._parameters[key] = made[id(full)][1]
 
 
-def _sum_gradient(parameter: nn.Parameter, exchange: Exchange) -> None:
+def sum_gradient(parameter: nn.Parameter, exchange: Exchange) -> None:
+    """Sum what each backward pass gives it."""
     trained = parameter.requires_grad
     parameter.requires_grad_(True)  # a hook is put on no other
     parameter.register_hook(exchange.sum)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from manyhosts.data import randomness
 from manyhosts.strategies.cut_model import copy_of
 from manyhosts.strategies.tensor.exchange import Exchange, OtherFailed, has_parts, part_of
-from manyhosts.strategies.tensor.layers import cut
+from manyhosts.strategies.tensor.layers import cut, inner, sum_gradient
 from manyhosts.strategies.tensor.plan import Group, Plan, is_cuttable
 from manyhosts.strategies.uses import Uses, tensors_in
 
@@ -310,6 +310,8 @@ def tried(
     exchange.is_trial = True
     try:
         cut(trial, plan, exchange, mesh)
+        for each in inner(trial, plan):
+            sum_gradient(each, exchange)
         if is_double:
             trial.double()
         found = passes(trial, inputs)

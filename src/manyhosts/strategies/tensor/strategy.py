@@ -26,7 +26,7 @@ from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
-from manyhosts.strategies.tensor.layers import cut
+from manyhosts.strategies.tensor.layers import cut, inner, sum_gradient
 from manyhosts.strategies.tensor.look import copied, few, look, tried, uncut_passes
 from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
 from manyhosts.strategies.traits import TRAITS
@@ -50,13 +50,13 @@ class TensorParallel(ComputedTogether):
 
     traits = TRAITS["tensor"]
 
-    def __init__(self, config: Tensor, world: World) -> None:
-        """A strategy for several workers.
+    def __init__(self, config: Tensor, world: World, mesh: Mesh | None = None) -> None:
+        """A strategy for several workers. `mesh`: theirs, where more is to be cut than layers.
 
         Raises:
             ConfigError: they compute on GPUs, or are no integral number of copies.
         """
-        mesh = Mesh(world, tensor=config.size or world.size)
+        mesh = mesh or Mesh(world, tensor=config.size or world.size)
         super().__init__(mesh, DTensors(mesh), name="tensor")
         self.config, self.size = config, mesh.size("tensor")
         self.exchange = Exchange(mesh.along("tensor"))
@@ -69,6 +69,17 @@ class TensorParallel(ComputedTogether):
                 no batch to try it on.
         """
         uncut = next(model.children()) if getattr(model, "is_never_called", False) else model
+        for each in self.cut_layers(model, uncut):
+            sum_gradient(each, self.exchange)
+        self.parameters = list(model.parameters())
+        return model
+
+    def cut_layers(self, model: nn.Module, uncut: nn.Module) -> list[nn.Parameter]:
+        """Place all but the sums of gradients: returns the parameters of which each worker has a part of a sum.
+
+        Raises:
+            ConfigError: see `place`.
+        """
         check_hooks(uncut, "strategy='tensor'")
         check_memory(uncut, "strategy='tensor'")
         if is_meta(model):
@@ -86,8 +97,7 @@ class TensorParallel(ComputedTogether):
         copies = self.mesh.data.size
         over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
         self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
-        self.parameters = list(model.parameters())
-        return model
+        return inner(uncut, plan)
 
     def _proved(self, model: nn.Module, inputs: Any) -> Plan:
         """The plan by which the model is cut; each step of it was tried."""
@@ -165,9 +175,7 @@ class TensorParallel(ComputedTogether):
         tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces:
             values = compute(model, piece)
-            # The workers of a copy have the same values; they count once.
-            loss = tally.add(values, piece.weight) if self.mesh.leads_replica else values["loss"] * piece.weight
-            scale(loss).backward()
+            scale(self.counted(tally, values, piece)).backward()
         self.sum_copies()
         self.world.wait(tally.start_sum())
         return tally.outcome()

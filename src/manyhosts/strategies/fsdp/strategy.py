@@ -26,13 +26,11 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import LateNumbers, is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel, sum_together
-from manyhosts.strategies.fsdp import rounded
-from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
+from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike, rounded_sum
 from manyhosts.strategies.fsdp.place import begin_again, on_several_hosts, place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
 from manyhosts.strategies.materialise import Places, materialise, places_of
-from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.units import find_units, has_parts, is_uncut
@@ -199,7 +197,7 @@ class FullySharded(CutModel):
 
         def summed(flat: Tensor) -> Tensor:
             flat = flat.to(self.world.device)
-            return rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
+            return rounded_sum(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
 
         trained = [each for each in self.parameters if each.requires_grad and not is_uncut(each)]
         local = self.holding.local
@@ -231,11 +229,6 @@ class FullySharded(CutModel):
             if (found := self.model_watch.read(sums)) is not None:
                 self.model_watch.check(found)
             self.model_watch.known()
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step the optimizer, which knows of this worker's parts alone."""
-        with stepping(optimizer):
-            optimizer.step()
 
 
 def _of_one_host(world: World) -> int:

@@ -74,54 +74,39 @@ def has_parts(total: int, workers: int) -> bool:
     return part_of(total, workers, workers - 1)[1] > 0
 
 
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return given.view_as(given)
+class _Both(torch.autograd.Function):
+    """One function forward, and its counterpart for the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum(gradient), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
-        return exchange.sum(given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange, total: int) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.put_together(given, total)
+    def forward(ctx: Any, given: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(given)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.take(gradient), None, None
+        return ctx.back(gradient), None, None
 
 
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.total = exchange, given.shape[-1]
-        return exchange.take(given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.put_together(gradient, ctx.total), None
+Way = Callable[[Tensor], Tensor]
+_both: Callable[[Tensor, Way, Way], Tensor] = _Both.apply
 
 
-shared: Callable[[Tensor, Exchange], Tensor] = _Shared.apply
-"""`shared(given, exchange)`: `given`, which all workers have alike; its gradient is the sum of theirs."""
-summed: Callable[[Tensor, Exchange], Tensor] = _Summed.apply
-"""`summed(given, exchange)`: the sum over the workers, which all then have alike."""
-gathered: Callable[[Tensor, Exchange, int], Tensor] = _Gathered.apply
-"""`gathered(given, exchange, total)`: parts of a last dim of `total`, put together, which all then have alike."""
-taken: Callable[[Tensor, Exchange], Tensor] = _Taken.apply
-"""`taken(given, exchange)`: this worker's part of the last dim of what all have alike."""
+def shared(given: Tensor, exchange: Exchange) -> Tensor:
+    """`given`, which all workers have alike; its gradient is the sum of theirs."""
+    return _both(given, lambda each: each.view_as(each), exchange.sum)
+
+
+def summed(given: Tensor, exchange: Exchange) -> Tensor:
+    """The sum over the workers, which all then have alike."""
+    return _both(given, exchange.sum, lambda gradient: gradient)
+
+
+def gathered(given: Tensor, exchange: Exchange, total: int) -> Tensor:
+    """Parts of a last dim of `total`, put together, which all then have alike."""
+    return _both(given, lambda part: exchange.put_together(part, total), exchange.take)
+
+
+def taken(given: Tensor, exchange: Exchange) -> Tensor:
+    """This worker's part of the last dim of what all have alike."""
+    total = given.shape[-1]
+    return _both(given, exchange.take, lambda part: exchange.put_together(part, total))

@@ -22,8 +22,7 @@ from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_hooks, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
-from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut
@@ -171,11 +170,6 @@ class TensorParallel(ComputedTogether):
         self.sum_copies()
         self.world.wait(tally.start_sum())
         return tally.outcome()
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step the optimizer, which knows of this worker's parts alone."""
-        with stepping(optimizer):
-            optimizer.step()
 
 
 _DRAWS = "let the forward pass of a model depend on nothing but its inputs and torch's generator"

@@ -30,13 +30,11 @@ from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike, rounded_
 from manyhosts.strategies.fsdp.place import begin_again, on_several_hosts, place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
 from manyhosts.strategies.materialise import Places, materialise, places_of
+from manyhosts.strategies.optimizer_step import asks_within_update
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.units import find_units, has_parts, is_uncut
-
-_BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop}
-"""Optimizers that are known to treat each number of a tensor alone, so that parts are updated without an exchange."""
 
 
 class FullySharded(CutModel):
@@ -121,16 +119,13 @@ class FullySharded(CutModel):
 
     def why_all_end(self) -> str:
         """See `CutModel`."""
-        kind = type(self.optimizer)
         if why := super().why_all_end():
             return why
         if is_asynchronous(self.world.device):
             return "exchanges of a GPU that break off are not put back under fsdp"
         if not all(hasattr(each, "reset_iter_state") for each in self.roots):
             return f"torch {torch.__version__} cannot begin a step of fsdp again"
-        if kind not in _BY_ELEMENTS:
-            return f"{kind.__name__} may have workers ask each other in the midst of an update"
-        return ""
+        return asks_within_update(self.optimizer)
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Gather and sum with the workers of the copy that this one is in now, from no step under way."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.mesh import Mesh
 
 
 class OtherFailed(Exception):
@@ -24,13 +24,15 @@ class OtherFailed(Exception):
 class Exchange:
     """The workers that compute parts of each layer. In a trial each says before it sends anything that it is well."""
 
-    def __init__(self, workers: Collectives) -> None:
-        self.workers = workers
+    def __init__(self, mesh: Mesh) -> None:
+        self.workers = mesh.along("tensor")
+        self.size, self.rank = mesh.size("tensor"), mesh.coordinate("tensor")
+        """How many there are, and which of them this one is, as long as it lives: also before it has met the others."""
         self.is_trial = False
 
     def bounds(self, total: int) -> tuple[int, int]:
         """Where this worker's part of a dim of `total` begins, and how long it is, as PyTorch cuts a DTensor."""
-        return part_of(total, self.workers.size, self.workers.rank)
+        return part_of(total, self.size, self.rank)
 
     def check(self, failed: bool = False) -> None:
         """In a trial: see that no worker has failed. `failed`: this one has.
@@ -51,7 +53,7 @@ class Exchange:
     def put_together(self, part: Tensor, total: int) -> Tensor:
         """Parts of the last dim, of all workers, as one tensor whose last dim is `total`."""
         self.check()
-        longest = math.ceil(total / self.workers.size)
+        longest = math.ceil(total / self.size)
         padded = part.new_zeros((*part.shape[:-1], longest))
         padded[..., : part.shape[-1]] = part
         full = torch.cat([*self.workers.stack(padded)], dim=-1)

@@ -39,7 +39,7 @@ def cut(model: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh) -> N
             module.__dict__["forward"] = partial(_dropout, module, exchange, shape, group.dims.setdefault(name, []))
         owner = model.get_submodule(group.owner)
         for key in group.divided:
-            setattr(owner, key, getattr(owner, key) // exchange.workers.size)
+            setattr(owner, key, getattr(owner, key) // exchange.size)
 
 
 def _put_into_parts(

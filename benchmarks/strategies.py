@@ -1,15 +1,16 @@
 """What does a step of each strategy take in time, bytes and memory, and against a loop in plain PyTorch that does it?
 
-    python benchmarks/strategies.py [--rounds 7] [--steps 12] [--places host,lab] [--ways fsdp,pipeline,tensor]
+    python benchmarks/strategies.py [--rounds 7] [--steps 12] [--places host,lab] [--ways ddp,fsdp,pipeline,tensor]
 
 Two workers train a small transformer: on this host, and on two hosts of a lab (root on Linux) whose cables carry
-1 Gbit/s. The loops by hand are what PyTorch's tutorials write: `fully_shard` of each block, then of the whole;
-`PipelineStage` with a schedule, of 4 micro-batches; `parallelize_module` with the plan that `tensor` finds. All have
-the same model, cut at the same places, samples, optimizer and steps, and must end with the same loss. They take turns,
-each in fresh processes, and nobody always goes first. Ours are strategies as a trainer calls them; what that adds is in
-overhead.md.
+1 Gbit/s. The loops by hand are what PyTorch's tutorials write: `DistributedDataParallel`; `fully_shard` of each block,
+then of all of the model; `PipelineStage` with a schedule, of 4 micro-batches; `parallelize_module` with the plan that
+`tensor` finds. All have the same model, cut at the same places, samples, optimizer and steps, and must end with the
+same loss. They take turns, each in fresh processes, and none always goes first. Ours are strategies as a trainer calls
+them; what that adds is in overhead.md.
 
-Wants a quiet machine, and takes some ten minutes there for each way. The answer is written to strategies.md beside this
+Wants a quiet machine, and takes some ten minutes there for each way; with `--rounds 3 --steps 8 --places host` some
+five minutes for all of them. The answer is written to strategies.md beside this
 file, in the place of what that page has of the same ways and places.
 """
 
@@ -41,9 +42,11 @@ WARM_UP = 3
 BATCH, CONTEXT, CHARACTERS = 16, 64, 96
 PLACES = {"host": "two workers of one host", "lab": "two hosts, 1 Gbit/s"}
 MICRO_BATCHES = 4
+DISTRIBUTED = "DistributedDataParallel"
 FSDP2, ONE_F_ONE_B, GPIPE, PARALLELIZE = "FSDP2 by hand", "Schedule1F1B", "ScheduleGPipe", "parallelize_module"
 WAYS: dict[str, dict[str, tuple[str, ...]]] = {
-    "fsdp": {FSDP2: ("fsdp, zero=3", "fsdp, zero=2", "fsdp, zero=1", "ddp")},
+    "ddp": {DISTRIBUTED: ("ddp",)},
+    "fsdp": {FSDP2: ("fsdp, zero=3", "fsdp, zero=2", "fsdp, zero=1")},
     "pipeline": {ONE_F_ONE_B: ("pipeline, 1f1b",), GPIPE: ("pipeline, gpipe",)},
     "tensor": {PARALLELIZE: ("tensor",)},
 }
@@ -141,19 +144,31 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def fully_sharded(run: Run, rank: int, size: int) -> float:
+def distributed(run: Run, rank: int, size: int) -> float:
     """The loop that PyTorch's tutorial has. The loss of the last step."""
-    import torch.distributed as dist
+    from torch import nn
+
+    return _of_own_samples(run, nn.parallel.DistributedDataParallel(run.model), rank, size)
+
+
+def fully_sharded(run: Run, rank: int, size: int) -> float:
+    """The same where parameters lie in parts."""
     from torch.distributed.fsdp import fully_shard
 
     for block in run.model[1].children():
         fully_shard(block)
     fully_shard(run.model)
-    optimizer = run.optimizer(run.model.parameters())
+    return _of_own_samples(run, run.model, rank, size)
+
+
+def _of_own_samples(run: Run, model: Any, rank: int, size: int) -> float:
+    import torch.distributed as dist
+
+    optimizer = run.optimizer(model.parameters())
     for step in range(run.steps):
         inputs, targets = run.batch(step, rank, size)
         optimizer.zero_grad()
-        loss = run.loss(run.model(inputs), targets)
+        loss = run.loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
     dist.all_reduce(loss.detach())
@@ -266,7 +281,8 @@ def work(name: str, width: int, steps: int) -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run = Run(width, steps)
-    hands: dict[str, Callable[[Run, int, int], float]] = {FSDP2: fully_sharded, PARALLELIZE: parallelized}
+    hands: dict[str, Callable[[Run, int, int], float]] = {DISTRIBUTED: distributed, FSDP2: fully_sharded}
+    hands |= {PARALLELIZE: parallelized}
     hands |= {kind: partial(pipelined, kind) for kind in (ONE_F_ONE_B, GPIPE)}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if name in hands:

@@ -216,6 +216,45 @@ def test_several_workers_train_within_the_addresses_that_each_may_have_in_the_wa
         assert sorted(each.name for each in (folder / "snapshots").glob("step-*")), "and its snapshots are there"
 
 
+def in_few_addresses(rank: int, folder: Path, strategy: str, room: int) -> tuple[str, str]:
+    """What is taken for two layers of 29 MB each where this process has so many addresses left, and what comes of it.
+
+    Both are in one piece under `fsdp`, which has to gather them: cut over the workers they take less.
+    """
+    status = Path("/proc/self/status").read_text()
+    used = int(re.search(r"VmSize:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+    widths = [4, 2700, 2700, 2700, 3]
+    try:
+        made = trainer(
+            folder, strategy=strategy, model=lambda: nn.Sequential(*[nn.Linear(*each) for each in pairwise(widths)])
+        )
+        return name_of(made), made.fit("1 step").status
+    except ConfigError as refused:
+        return "", str(refused)
+    except (RuntimeError, MemoryError) as error:
+        return "", f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are counted by Linux")
+def test_model_that_ddp_has_no_memory_for_is_cut_by_layers_or_stages_under_a_limit_of_the_kernel(
+    tmp_path: Path,
+) -> None:
+    room = 400_000_000
+    [(_, refused), _] = run_ranks(2, in_few_addresses, tmp_path / "refused", "auto", room)
+    [left] = [float(each) for each in re.findall(r"does not fit into the ([\d.]+) MB", refused)]
+    needed = {way: float(most) for way, most in re.findall(r"([\w =]+) needs ([\d.]+) MB", refused)}
+    least = min(needed[" tensor"], needed[" pipeline 1f1b"])
+    assert least + 20 < min(most for way, most in needed.items() if way not in (" tensor", " pipeline 1f1b"))
+    room += int((least - left + 5) * 1e6)
+    [(name, status), *_] = run_ranks(2, in_few_addresses, tmp_path / "auto", "auto", room)
+    assert name in ("tensor", "pipeline")
+    assert status == "completed"
+    assert summary(tmp_path / "auto")["steps"] == 1
+    failed = run_ranks(2, in_few_addresses, tmp_path / "ddp", "ddp", room)
+    assert any("allocate memory" in status for _, status in failed), failed
+
+
 LIMITED = Path(__file__).with_name("limited_script.py")
 
 

@@ -21,7 +21,7 @@ from manyhosts.config.strategies import DDP
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.ddp import DataParallel
-from manyhosts.strategies.fsdp.rounded import rounded
+from manyhosts.strategies.fsdp.exchange import rounded
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.materialise import materialise, places_of
 from manyhosts.strategies.strategy import Piece

@@ -15,6 +15,7 @@ from sharded import outcome, said
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("replicas_script.py")
 PIPELINE = {"STRATEGY": "pipeline", "OPTIONS": json.dumps({"stages": 2})}
+TENSOR = {"STRATEGY": "tensor", "OPTIONS": json.dumps({"size": 2})}
 HYBRID = {"STRATEGY": "fsdp", "OPTIONS": json.dumps({"shard": 2})}
 
 
@@ -57,7 +58,9 @@ def rejoined(run_dir: Path) -> list[int]:
     return [each["step"] for each in lines if each["event"] == "note" and "in 2 copies of the model" in each["text"]]
 
 
-@pytest.mark.parametrize(("ways", "rank"), [(PIPELINE, 3), pytest.param(HYBRID, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ways", "rank"), [(PIPELINE, 3), (TENSOR, 1), pytest.param(HYBRID, 1, marks=pytest.mark.slow)]
+)
 def test_others_go_on_at_once_and_a_lost_copy_comes_back(ways: dict[str, str], rank: int, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1, **ways)
     run_dir = train(tmp_path / "copies", 4, kills=f"6:{rank}", **ways)
@@ -88,8 +91,9 @@ def test_workers_of_a_pipeline_are_lost_again_and_again(name: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_workers_of_sharded_copies_are_lost(tmp_path: Path) -> None:
-    lost_and_back(LOSSES["ten of them"], 120, tmp_path, HYBRID)
+@pytest.mark.parametrize("ways", [HYBRID, TENSOR], ids=["hybrid", "tensor"])
+def test_ten_workers_of_copies_in_parts_are_lost(ways: dict[str, str], tmp_path: Path) -> None:
+    lost_and_back(LOSSES["ten of them"], 120, tmp_path, ways)
 
 
 def lost_and_back(kills: str, steps: int, folder: Path, ways: dict[str, str]) -> None:
@@ -103,7 +107,7 @@ def lost_and_back(kills: str, steps: int, folder: Path, ways: dict[str, str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["made", "given"])
-@pytest.mark.parametrize("ways", [PIPELINE, HYBRID], ids=["pipeline", "hybrid"])
+@pytest.mark.parametrize("ways", [PIPELINE, HYBRID, TENSOR], ids=["pipeline", "hybrid", "tensor"])
 def test_a_worker_dies_that_was_to_take_a_place(ways: dict[str, str], dies: str, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1, steps=60, **ways)
     run_dir = train(tmp_path / "copies", 4, steps=60, kills="6:1", DIES=dies, **ways)

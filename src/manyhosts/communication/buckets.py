@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.collectives import Work
+from manyhosts.communication.collectives import Collectives, Work
 from manyhosts.communication.compression.feedback import Compressor
-from manyhosts.communication.gradient_hooks import came_late, check_dense, move, watch
+from manyhosts.communication.gradient_hooks import Buckets, came_late, check_dense, move
 from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
-from manyhosts.communication.packing import Members, ReadyOrder, packed
+from manyhosts.communication.packing import ReadyOrder, packed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Bucket:
             self.used.copy_(torch.tensor(used), non_blocking=True)
 
 
-class GradientBuckets:
+class GradientBuckets(Buckets):
     """Exchanges the gradients of `parameters` over the world.
 
     For each step: `begin()`, any number of backward passes, `arm()` before the last of them, `finish()`. From the last
@@ -87,12 +87,12 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        world: Members,
+        world: Collectives,
         *,
         bucket_bytes: int,
         compressor: Compressor | None = None,
     ) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        super().__init__(parameters)
         self.world = world
         self.bucket_bytes = bucket_bytes
         self.compressor = compressor
@@ -109,7 +109,6 @@ class GradientBuckets:
         """Whether a gradient moves into its bucket as it comes: it is in the cache yet, and the next one can have its
         memory. On a GPU all of a bucket move in one kernel."""
         self.order = ReadyOrder(self.parameters, world)
-        watch(self, self.parameters)
         self._pack(self.order.guess)
 
     def _pack(self, order: Sequence[int]) -> None:
@@ -156,14 +155,14 @@ class GradientBuckets:
         self.compressor = compressor
         self._pack(self.packed_order)
 
-    def meet(self, source: int, world: Members | None = None) -> None:
+    def meet(self, source: int, world: Collectives | None = None) -> None:
         """The workers have changed, or are those of `world` from now on: pack as worker `source` of them does."""
         if world is not None:
             self.world = self.order.world = world
         self._pack(self.order.meet(source))
 
     def rest(self) -> None:
-        """A step has broken off: nothing is sent before the next `arm`."""
+        """See `Buckets`."""
         self.armed = self.filling = False
 
     def begin(self, *, compressing: bool = True, scale: Tensor | None = None) -> None:
@@ -199,7 +198,7 @@ class GradientBuckets:
         self.armed = True
 
     def ready(self, number: int, parameter: Tensor) -> None:
-        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the final one."""
+        """See `Buckets`."""
         if not self.filling:
             return
         bucket, view = self.place_of[number]

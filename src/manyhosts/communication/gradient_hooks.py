@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +13,37 @@ from torch.utils.hooks import RemovableHandle
 from manyhosts.errors import ConfigError
 
 
-class Buckets(Protocol):
-    """What wants to hear of gradients."""
-
-    def ready(self, number: int, parameter: Tensor) -> None:
-        """There is a gradient of `parameter`, which has this number."""
-
-
-def watch(buckets: Buckets, parameters: Sequence[nn.Parameter]) -> None:
-    """Have `buckets` hear of every gradient of `parameters`, which are numbered in their order.
+class Buckets(ABC):
+    """What hears of every gradient of the `parameters` that are trained, numbered in their order.
 
     A model may outlive its buckets, and be given to another trainer, which has buckets of its own: its parameters do
     not keep old ones in memory, and forget them when they are gone.
     """
-    reference = weakref.ref(buckets)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(_teller(reference, number))
-        for number, parameter in enumerate(parameters)
-    ]
-    weakref.finalize(buckets, _forget, handles).atexit = False
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        reference = weakref.ref(self)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_teller(reference, number))
+            for number, parameter in enumerate(self.parameters)
+        ]
+        weakref.finalize(self, _forget, handles).atexit = False
+
+    @abstractmethod
+    def ready(self, number: int, parameter: Tensor) -> None:
+        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the final one."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """A step has broken off: nothing is sent before the next `arm`."""
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of `loss`."""
+        try:
+            loss.backward()
+        except BaseException:
+            self.rest()  # the model may be trained by another trainer, whose gradients are not for these buckets
+            raise
 
 
 def _teller(reference: weakref.ref[Buckets], number: int) -> Callable[[Tensor], None]:

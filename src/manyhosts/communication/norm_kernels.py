@@ -8,22 +8,10 @@ concern: PyTorch's own kernel for that gives NaN where the first worker has no s
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from manyhosts.device import is_asynchronous
-
-
-class BackwardPass(Protocol):
-    """One of a layer, on both sides of the exchange."""
-
-    sums: Tensor
-    """Of the output's gradient, and of its product with the samples as they are without weight and bias; (2, C)."""
-
-    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
-        """The gradient of the samples. `total`: `sums` over all workers; `counts`: of what each worker has, (size,)."""
 
 
 def kernels_for(device: torch.device) -> PlainKernels:
@@ -60,12 +48,17 @@ class PlainKernels:
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> BackwardPass:
+    ) -> PlainBackward:
         """Begin the backward pass, with the output's gradient."""
-        return _PlainBackward(gradient, x, mean, torch.rsqrt(variance + eps))
+        return PlainBackward(gradient, x, mean, torch.rsqrt(variance + eps))
 
 
-class _PlainBackward:
+class PlainBackward:
+    """A backward pass of a layer, on both sides of the exchange."""
+
+    sums: Tensor
+    """Of the output's gradient, and of its product with the samples as they are without weight and bias; (2, C)."""
+
     def __init__(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> None:
         self.gradient, self.inverse, self.dtype = wide(gradient), inverse, x.dtype
         self.normal = _normal(x, mean, inverse)
@@ -73,6 +66,7 @@ class _PlainBackward:
         self.sums = torch.stack([self.gradient.sum(dims), (self.gradient * self.normal).sum(dims)])
 
     def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
+        """The gradient of the samples. `total`: `sums` over all workers; `counts`: of what each worker has, (size,)."""
         mean_gradient, mean_product = (_along(each, self.gradient) for each in total / counts.sum())
         scale = self.inverse if weight is None else self.inverse * wide(weight)
         found = (self.gradient - mean_gradient - self.normal * mean_product) * _along(scale, self.gradient)
@@ -100,7 +94,7 @@ class CpuKernels(PlainKernels):
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> BackwardPass:
+    ) -> PlainBackward:
         """Begin it."""
         if not (_is_full(x) and gradient.dtype == x.dtype):
             return super().backward(gradient, x, weight, mean, variance, eps)
@@ -111,7 +105,7 @@ def _is_full(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64) and x.numel() > 0
 
 
-class _CpuBackward:
+class _CpuBackward(PlainBackward):
     """In evaluation the gradient of the samples is the output's, scaled; what is missing is linear in the samples."""
 
     def __init__(
@@ -154,12 +148,12 @@ class GpuKernels(PlainKernels):
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> BackwardPass:
+    ) -> PlainBackward:
         """Begin it."""
         return _GpuBackward(gradient, x, mean, torch.rsqrt(variance + eps))
 
 
-class _GpuBackward:
+class _GpuBackward(PlainBackward):
     def __init__(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> None:
         self.gradient, self.x, self.mean, self.inverse = _dense(gradient, x), _dense(x, x), mean, inverse
         # The gradients of weight and bias are the same sums, so they are not asked for: the kernel wants a weight then.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.collectives import Work
+from manyhosts.communication.collectives import Collectives
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
@@ -33,33 +33,10 @@ def packed(tensors: Sequence[_Tensor], order: Iterable[int], *, bucket_bytes: in
     return [*groups, group] if group else groups
 
 
-class Members(Protocol):
-    """The workers that gradients are summed over: a `World`, or the part of one that shares a node."""
-
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        """This worker's number among them, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-
-    def start_all_reduce(self, tensor: Tensor) -> Work:
-        """Begin to sum `tensor` over them, in place."""
-
-    def wait(self, work: Work) -> None:
-        """Wait for what `start_all_reduce` began."""
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Replace `tensor` by that of member `source`, and give it back."""
-
-
 class ReadyOrder:
     """The order in which gradients become ready, found in one backward pass and then fixed for all by the leader."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: Members) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: Collectives) -> None:
         self.world = world
         self.guess = list(reversed(range(len(parameters))))
         """Until it is known: the last layer's gradient comes first."""

@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from manyhosts.communication.side_group import SideGroup
+from manyhosts.communication.world import World
 
-class Connections(Protocol):
-    """Connections to the other workers: a `World`, or a `SideGroup`."""
-
-    device: torch.device
-
-    def send(self, tensor: Tensor, rank: int) -> None:
-        """Send `tensor` to one worker, who must `receive` one of its shape and dtype."""
-
-    def receive(self, tensor: Tensor, rank: int) -> Tensor:
-        """Fill `tensor` with what worker `rank` sends, and give it back."""
+Connections = World | SideGroup
+"""Those to the other workers."""
 
 
 def give(world: Connections, rank: int, text: str, tensors: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.gradient_hooks import came_late, move, watch
+from manyhosts.communication.gradient_hooks import Buckets, came_late, move
 from manyhosts.communication.layout import gradient_view, real_dtype, real_numbers
 from manyhosts.communication.packing import packed
 from manyhosts.communication.tree_sum import Exchange, TreeSum
@@ -99,7 +99,7 @@ class TreeBucket:
             parameter.grad = view if used else None
 
 
-class TreeBuckets:
+class TreeBuckets(Buckets):
     """Sums the gradients of `parameters` over the parts.
 
     For each step: `begin()`; for each part its backward passes and `take(part)`, with `arm(part)` before the last
@@ -109,11 +109,10 @@ class TreeBuckets:
     def __init__(
         self, parameters: Iterable[nn.Parameter], world: World, exchange: Exchange, *, bucket_bytes: int
     ) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        super().__init__(parameters)
         self.world, self.exchange = world, exchange
         self.armed: int | None = None
         """The part whose gradients leave as they come."""
-        watch(self, self.parameters)
         self.seen: list[int] | None = []
         """Parameters by number as their gradients came, in the first pass whose gradients may leave as they come."""
         self.in_parts: set[int] = set()
@@ -147,11 +146,11 @@ class TreeBuckets:
             self.seen = []
 
     def rest(self) -> None:
-        """A step has broken off: nothing is sent before the next `arm`."""
+        """See `Buckets`."""
         self.armed = None
 
     def ready(self, number: int, parameter: Tensor) -> None:
-        """Called by autograd when there is a gradient of `parameter`, which has this number: mostly the final one."""
+        """See `Buckets`."""
         if self.armed is None:
             return
         place = self.place_of[number]

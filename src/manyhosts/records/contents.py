@@ -45,17 +45,32 @@ _LENGTH = 8
 """Bytes with which a safetensors file says how long its header is."""
 
 
-def records_of(files: Files, manifest: Manifest) -> Mapping[str, TensorRecord]:
+def headers_of(files: Files, manifest: Manifest) -> dict[str, dict[str, TensorRecord]]:
+    """What the header of each file of the state's tensors says of those in it, in the order of their bytes.
+
+    Raises:
+        SnapshotError: one cannot be read.
+    """
+    names = [name for name in manifest.files if name.startswith("tensors-")]
+    with _readable("the header of a file", files):
+        return {name: _in_file(files, name, manifest.files[name].bytes) for name in names}
+
+
+def records_of(
+    files: Files, manifest: Manifest, headers: Mapping[str, Mapping[str, TensorRecord]] | None = None
+) -> Mapping[str, TensorRecord]:
     """Where each tensor of the state is: as the files say, the manifest, where it says so, and `state.json`, all alike.
+
+    `headers`: what `headers_of` gave, where it was called before.
 
     Raises:
         SnapshotError: they do not, or a file cannot be read.
     """
     if "state.json" not in manifest.files:
         raise _damaged("the manifest does not name state.json", files)
-    names = [name for name in manifest.files if name.startswith("tensors-")]
+    headers = headers_of(files, manifest) if headers is None else headers
     with _readable("the header of a file", files):
-        found = joined(_in_file(files, name, manifest.files[name].bytes) for name in names)
+        found = joined(headers.values())
     if manifest.has_parts:
         for name in sorted(found.keys() | manifest.tensors.keys()):
             if found.get(name) != manifest.tensors.get(name):

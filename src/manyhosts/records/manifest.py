@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -247,25 +248,43 @@ def verify_files(files: Files, *, content: bool = True, left_to_others: Collecti
     """The same for a snapshot that lies anywhere."""
     manifest = read_files(files)
     for name, file in manifest.files.items():
-        try:
+        with readable_file(name, files.where):
             size = files.size(name)
             reads = content and size == file.bytes and name not in left_to_others
             found = _sha256(files.pieces(name)) if reads else file.sha256
-        except FileNotFoundError as cause:
-            raise SnapshotError(f"{name} is missing", where=files.where, fix=_GO_ON) from cause
-        except OSError as cause:
-            raise SnapshotError(
-                f"{name} cannot be read: {cause.strerror or cause}", where=files.where, fix=fix_of(cause)
-            ) from cause
         if size != file.bytes:
             raise SnapshotError(f"{name} has {size} bytes in place of {file.bytes}", where=files.where, fix=_GO_ON)
-        if found != file.sha256:
-            raise SnapshotError(
-                f"{name} is damaged: its sha256 is {found[:12]}… in place of {file.sha256[:12]}…",
-                where=files.where,
-                fix=_GO_ON,
-            )
+        check_hash(name, found, file, files.where)
     return manifest
+
+
+@contextmanager
+def readable_file(name: str, where: str) -> Iterator[None]:
+    """Within, the file `name` of the snapshot at `where` is read.
+
+    Raises:
+        SnapshotError: it is not there, or cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError as cause:
+        raise SnapshotError(f"{name} is missing", where=where, fix=_GO_ON) from cause
+    except OSError as cause:
+        raise SnapshotError(
+            f"{name} cannot be read: {cause.strerror or cause}", where=where, fix=fix_of(cause)
+        ) from cause
+
+
+def check_hash(name: str, found: str, file: FileRecord, where: str) -> None:
+    """See that the sha256 of what was read of the file `name`, as hex digits, is the one that was written.
+
+    Raises:
+        SnapshotError: it is not.
+    """
+    if found != file.sha256:
+        raise SnapshotError(
+            f"{name} is damaged: its sha256 is {found[:12]}… in place of {file.sha256[:12]}…", where=where, fix=_GO_ON
+        )
 
 
 def _sha256(pieces: Iterable[bytes]) -> str:

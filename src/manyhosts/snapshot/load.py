@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -13,16 +14,21 @@ from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSkipped
-from manyhosts.records.contents import check_owns, records_of
-from manyhosts.records.manifest import NAME, Facts, Found, InFolder, Manifest, found_in, read, verify
-from manyhosts.records.tensor_parts import TensorRecord
+from manyhosts.records.contents import check_owns, headers_of, records_of
+from manyhosts.records.manifest import NAME, Facts, FileRecord, Found, InFolder, Manifest, found_in, read, verify
+from manyhosts.records.tensor_parts import Box, TensorRecord
 from manyhosts.snapshot.entries import Entries
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
-from manyhosts.snapshot.slices import TensorReader
+from manyhosts.snapshot.shared_reading import Headers, read_together
+from manyhosts.snapshot.slices import Ahead, RequestedBlocks, TensorReader
 from manyhosts.snapshot.tensors import TensorFile
 
 Fits = Callable[[Manifest], str]
 """Why a run cannot continue from the snapshot with this manifest; nothing where it can."""
+
+
+Ask = Callable[[Mapping[str, Any]], object]
+"""Asks for what will be taken of a state that has a `StoredTensor` in the place of each tensor."""
 
 
 def everything_fits(manifest: Manifest) -> str:
@@ -41,12 +47,16 @@ class Loaded:
 
     path: Path
     manifest: Manifest
+    headers: Headers
+    """What each file of the state's tensors holds."""
     records: Mapping[str, TensorRecord]
     """Every tensor of the state, by its name there, and where it is."""
     state: Mapping[str, Any]
     """What was given to `save`, value by value, with full tensors on the CPU."""
     owns: Owns
     """What each of the workers that saved it gave as its own, by rank."""
+    ahead: Ahead = field(default_factory=Ahead)
+    """What was read of it together with the other workers."""
     skipped: list[SnapshotSkipped] = field(default_factory=list)
     """Newer ones that were passed over, newest first, each with its reason."""
 
@@ -62,15 +72,16 @@ class Loaded:
 
     def tensors(self) -> TensorReader:
         """What reads tensors of the state, or blocks of them, by name. It holds files open: let go of it."""
-        return TensorReader(self.path, self.records)
+        return TensorReader(self.path, self.records, self.ahead)
 
 
-def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: int = 1) -> Loaded:
+def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: int = 1, tensors: bool = True) -> Loaded:
     """Check and read the snapshot in the folder `path`.
 
     So many `checkers`, of which this is number `rank`, share out whose bytes each compares with their hashes: what one
-    worker alone remembers goes to the worker of that rank, where there is one; files of tensors to those who
-    has least so far. Sizes, headers and plain values every one of them looks at.
+    worker alone remembers goes to the worker of that rank, where there is one; files of tensors to the one that
+    has least so far. Sizes, headers and plain values every one of them looks at. Not `tensors`: these files are
+    compared with their hashes later, when they are read.
 
     Raises:
         SnapshotError: it is damaged, too new, or does not fit.
@@ -79,12 +90,19 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
     if reason := fits(manifest):
         raise SnapshotError(reason, where=str(path), fix="start in another --run-dir, or take back the change")
     others = {name for name, whose in _shares(manifest, checkers).items() if whose != rank}
-    verify(path, left_to_others=others)
-    records = records_of(InFolder(path), manifest)
+    verify(path, left_to_others=others if tensors else _of_tensors(manifest))
+    headers = headers_of(InFolder(path), manifest)
+    records = records_of(InFolder(path), manifest, headers)
     check_owns(InFolder(path), manifest, left_to_others=others)
-    state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records).full)
+    ahead = Ahead()
+    state = Entries.in_file(path / "state.json", lambda: TensorReader(path, records, ahead).full)
     owns = Owns(path, manifest.files, manifest.world_size)
-    return Loaded(path=path, manifest=manifest, records=records, state=state, owns=owns)
+    return Loaded(path=path, manifest=manifest, headers=headers, records=records, state=state, owns=owns, ahead=ahead)
+
+
+def _of_tensors(manifest: Manifest) -> dict[str, FileRecord]:
+    """The files of tensors, of the state and of what one worker alone remembers."""
+    return {name: file for name, file in manifest.files.items() if name.endswith(".safetensors")}
 
 
 def _shares(manifest: Manifest, checkers: int) -> dict[str, int]:
@@ -111,15 +129,18 @@ def newest_complete(folder: Path, *, content: bool = True) -> Found | None:
     return None
 
 
-def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Loaded | None:
+def newest(
+    folder: Path, fits: Fits, world: World, *, sharers: Sequence[int] | None = None, ask: Ask | None = None
+) -> Loaded | None:
     """The newest snapshot in `folder` that every worker could read and that fits; None where there is none at all.
 
-    `apart`: whether hosts have disks of their own, so that each worker checks every byte of what it finds. Workers that
-    look at one disk share out the check: together they read it once.
+    `sharers`: the ranks of the workers that have the same disk as this one, which share out what is to be read; None:
+    all. `ask`: what this worker will take of the state, which is read here then, together with the hashes.
 
     Raises:
         SnapshotError: there are snapshots, and none can be continued from.
     """
+    sharers = range(world.size) if sharers is None else sharers
     skipped: list[SnapshotSkipped] = []
     tried = 0
     # The leader says which one all look at next: several hosts may see a shared folder at different moments.
@@ -128,7 +149,7 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
         loaded, reason = None, "half-written: the run ended before it was complete"
         if found.how != "half":
             tried += 1
-            loaded, reason = _attempt(found, fits, world, apart=apart)
+            loaded, reason = _attempt(found, fits, world, sharers, ask)
         if not world.any(loaded is None) and loaded is not None:
             loaded.skipped.extend(skipped)
             return loaded
@@ -144,13 +165,27 @@ def newest(folder: Path, fits: Fits, world: World, *, apart: bool = False) -> Lo
     )
 
 
-def _attempt(found: Found, fits: Fits, world: World, *, apart: bool) -> tuple[Loaded | None, str]:
+def _attempt(
+    found: Found, fits: Fits, world: World, sharers: Sequence[int], ask: Ask | None
+) -> tuple[Loaded | None, str]:
+    loaded, reason, times = None, "", Counter[tuple[str, Box]]()
     try:
-        if apart:
-            return load(found.path, fits), ""
-        return load(found.path, fits, rank=world.rank, checkers=world.size), ""
+        loaded = load(found.path, fits, rank=sharers.index(world.rank), checkers=len(sharers), tensors=ask is None)
+        if ask is not None:
+            times = requested_blocks(loaded, ask)
     except SnapshotError as error:
-        return None, error.what
+        reason = error.what
+    if ask is not None and not world.any(bool(reason)) and loaded is not None:
+        files = _of_tensors(loaded.manifest)
+        reason = read_together(loaded.path, files, loaded.headers, times, loaded.ahead, world, sharers)
+    return None if reason else loaded, reason
+
+
+def requested_blocks(loaded: Loaded, ask: Ask) -> Counter[tuple[str, Box]]:
+    """How often `ask` asks for each block of a tensor of the state. Nothing of them is read."""
+    noted = RequestedBlocks(loaded.records)
+    ask(Entries.in_file(loaded.path / "state.json", lambda: noted.stored))
+    return noted.times
 
 
 def _reason(mine: str, world: World) -> str:

@@ -66,6 +66,12 @@ def first_of_disk(world: World) -> bool:
     return disks.index(disks[world.rank]) == world.rank
 
 
+def sharers_of_disk(world: World) -> list[int]:
+    """The workers that have the same disk as this one. Every worker calls this."""
+    disks = _disks(world)
+    return [rank for rank, disk in enumerate(disks) if disk == disks[world.rank]]
+
+
 def keepers(world: World) -> list[int]:
     """The workers that write a copy of each snapshot, one for each of `COPIES` disks. Every worker calls this."""
     disks = _disks(world)

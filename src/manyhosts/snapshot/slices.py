@@ -6,6 +6,7 @@ that holds nothing of it. So what was saved by some workers, each its parts, is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,15 +41,38 @@ class StoredTensor:
 
     def numpy(self) -> Any:
         """What was a numpy array."""
-        return self.full().numpy()
+        return self.reader.array(self.name)
+
+
+class Ahead:
+    """Blocks of tensors that were read before they are asked for, each kept until it was given as often as expected."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[str, Box], Tensor] = {}
+        self.times: Counter[tuple[str, Box]] = Counter()
+        """How often each will be asked for."""
+
+    def take(self, name: str, box: Box) -> Tensor | None:
+        """That block, in memory of its own; None where it was not read ahead, or was given already."""
+        block = self.blocks.get((name, box))
+        if block is None:
+            return None
+        self.times[name, box] -= 1
+        return block.clone() if self.times[name, box] > 0 else self.blocks.pop((name, box))
+
+    def clear(self) -> None:
+        """Keep nothing: what is asked for from now on is read from the disk."""
+        self.blocks.clear()
 
 
 class TensorReader:
     """Reads tensors of the snapshot in one folder, as `records` say where they are. Files stay open while it lives."""
 
-    def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
+    def __init__(self, folder: Path, records: Mapping[str, TensorRecord], ahead: Ahead | None = None) -> None:
+        """`ahead`: blocks that were read already."""
         self.records = records
         self._folder = folder
+        self._ahead = ahead or Ahead()
         self._files: dict[str, TensorFile] = {}
 
     def full(self, name: str) -> Tensor:
@@ -64,6 +88,10 @@ class TensorReader:
         """A tensor that is read when it is asked for it."""
         return StoredTensor(name, self)
 
+    def array(self, name: str) -> Any:
+        """What was a numpy array."""
+        return self.full(name).numpy()
+
     def block(self, name: str, box: Box) -> Tensor:
         """The elements of a tensor that are in `box`, of the shape of `box`, in memory of its own.
 
@@ -75,6 +103,8 @@ class TensorReader:
         record = self.records[name]
         if not _holds(Box.full(record.shape), box):
             raise ValueError(f"[{box}] reaches beyond {name}, whose shape is {record.shape}")
+        if (found := self._ahead.take(name, box)) is not None:
+            return found
         for file, part in record.parts.items():
             if part == box:
                 return self._file(file).read(name)
@@ -86,6 +116,23 @@ class TensorReader:
 
     def _file(self, name: str) -> TensorFile:
         return self._files.setdefault(name, TensorFile(self._folder / name))
+
+
+class RequestedBlocks(TensorReader):
+    """Reads nothing: notes which blocks it is asked for, and gives tensors without values."""
+
+    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
+        super().__init__(Path(), records)
+        self.times: Counter[tuple[str, Box]] = Counter()
+
+    def block(self, name: str, box: Box) -> Tensor:
+        """Note that this block is wanted once more; on the meta device, of the shape of `box`."""
+        self.times[name, box] += 1
+        return torch.empty(box.shape, dtype=dtype_of(self.records[name].dtype), device="meta")
+
+    def array(self, name: str) -> None:
+        """Note that all of it is."""
+        self.full(name)
 
 
 def _holds(outer: Box, box: Box) -> bool:

@@ -33,10 +33,10 @@ from manyhosts.snapshot.commit import Part, discard, hear, remove_halves, tell
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.flatten import flatten
-from manyhosts.snapshot.load import Fits, Loaded, everything_fits, newest, newest_complete
+from manyhosts.snapshot.load import Ask, Fits, Loaded, everything_fits, newest, newest_complete
 from manyhosts.snapshot.merged import merged
 from manyhosts.snapshot.prune import surplus
-from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers
+from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers, sharers_of_disk
 from manyhosts.snapshot.writing import Owns, Share, Task, seal, see_one_moment, sent, sentence, share_of, write_files
 
 __all__ = ["Facts", "Loaded", "Store"]
@@ -278,17 +278,19 @@ class Store:
                     return found.path
         return None
 
-    def latest(self, fits: Fits = everything_fits) -> Loaded | None:
+    def latest(self, fits: Fits = everything_fits, ask: Ask | None = None) -> Loaded | None:
         """The newest snapshot that is complete and fits, the same on every worker; None where there never was one.
 
-        `fits` looks at a manifest and says why not, or nothing. Every worker calls this. Those that were passed over
-        are named in `skipped`.
+        `fits` looks at a manifest and says why not, or nothing. `ask` asks for what this worker will take: it is read
+        now, each file by one worker for all that share a disk. Every worker calls this. Those that were passed over are
+        named in `skipped`.
 
         Raises:
             SnapshotError: there are snapshots, and none can be continued from; each is named with its reason.
         """
         self.gather()
-        loaded = newest(self.folder, fits, self._world, apart=self.apart)
+        sharers = sharers_of_disk(self._world) if self.apart else None
+        loaded = newest(self.folder, fits, self._world, sharers=sharers, ask=ask)
         if loaded is not None:
             self._passed_over = {skipped.path for skipped in loaded.skipped}
         return loaded

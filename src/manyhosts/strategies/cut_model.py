@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Piece, Sample, Shard
+from manyhosts.strategies.optimizer_step import stepping
+from manyhosts.strategies.strategy import OnMesh, Piece, Sample, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
-from manyhosts.strategies.traits import Traits
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -110,13 +110,11 @@ def sum_together(given: Sequence[Tensor], summed: Callable[[Tensor], Tensor]) ->
             each.copy_(part.view_as(each))
 
 
-class CutModel:
+class CutModel(OnMesh):
     """The model lies over the workers of `mesh` as `holding` says."""
 
-    traits: ClassVar[Traits]
-
     def __init__(self, mesh: Mesh, holding: Holding) -> None:
-        self.mesh, self.world, self.holding = mesh, mesh.world, holding
+        super().__init__(mesh, holding)
         self.agreed = Agreed()
         self.in_copies = self.traits.survives_loss and (mesh.size("replicate") > 1 or self.world.apart)
         """Whether there were copies when the workers began: where one is lost, the others continue without it."""
@@ -124,16 +122,10 @@ class CutModel:
         """How the model is cut, in plain values: what a worker that comes late must know."""
         self._full = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""
-
-    def shard(self) -> Shard:
-        """One part for each worker that reads samples of its own."""
-        return Shard(self.mesh.data.rank, self.mesh.data.size)
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step the optimizer, which knows of this worker's parts alone."""
+        with stepping(optimizer):
+            optimizer.step()
 
     # Where workers are lost and others come, in the words of `Elastic` and `InCopies`.
 

@@ -178,7 +178,7 @@ class DataParallel(UncutModel):
         watch = self.stopwatch
         tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces[:-1]:
-            _backward(scale(tally.add(compute(model, piece), piece.weight)), buckets)
+            buckets.backward(scale(tally.add(compute(model, piece), piece.weight)))
         last = scale(tally.add(compute(model, pieces[-1]), pieces[-1].weight)) if pieces else None
         if watch is not None:
             watch.backward()
@@ -190,7 +190,7 @@ class DataParallel(UncutModel):
         tally.control_flags = [*control_flags, *reported]
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
-            _backward(last, buckets)
+            buckets.backward(last)
         if watch is not None:
             watch.computed()
         summed = buckets.finish()
@@ -328,14 +328,6 @@ class DataParallel(UncutModel):
             return
         self.steps = max((state.get("steps", 0) for state in states), default=0)
         self.buckets.compressor.load_state_dict(states)
-
-
-def _backward(loss: Tensor, buckets: GradientBuckets) -> None:
-    try:
-        loss.backward()
-    except BaseException:
-        buckets.rest()  # the model may be trained by another trainer, whose gradients are not for these buckets
-        raise
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor | None:

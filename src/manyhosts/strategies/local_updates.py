@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.buckets import GradientBuckets
+from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.layout import as_real, without_repeats
 from manyhosts.communication.nodes import Levels, Node, find_levels
-from manyhosts.communication.packing import Members, packed
+from manyhosts.communication.packing import packed
 from manyhosts.communication.world import World
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
@@ -105,7 +106,7 @@ class LocalGradient:
         self.world, self.by_node = world, by_node
         self.parameters: list[nn.Parameter] = []
         self.agreed = Agreed()
-        self.together: Members | None = None
+        self.together: Collectives | None = None
         """Those that sum their gradients with this worker; None where it steps by itself."""
         self.buckets: GradientBuckets | None = None
         self.node_of: list[int] = []
@@ -209,7 +210,7 @@ class LocalGradient:
         """The step under way broke off, and will be done again."""
         self.complete, (self.share, self.steps) = False, self._before
 
-    def _share_of(self, together: Members, own: float) -> float | Tensor:
+    def _share_of(self, together: Collectives, own: float) -> float | Tensor:
         """What those that step together have of the batch, of which this worker has `own`."""
         if together is self.world:
             return 1.0
@@ -238,11 +239,7 @@ class LocalGradient:
         last = tally.add(compute(model, pieces[-1]), pieces[-1].weight) if pieces else None
         buckets.arm()
         if last is not None:
-            try:
-                last.backward()
-            except BaseException:
-                buckets.rest()
-                raise
+            buckets.backward(last)
         buckets.finish()
 
     def state_dict(self) -> dict[str, Any]:

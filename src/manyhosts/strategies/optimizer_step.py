@@ -37,6 +37,8 @@ _NUMBER_BY_NUMBER = (
     optim.RMSprop,
 )
 """What each number of a tensor becomes depends on no other."""
+_KNOWN_ALONE = (optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop)
+"""Those of them whose update was seen to take no exchange."""
 _WORDS_OF_DTENSOR = ("DTensor", "sharded", "placement", "tensor subclass", "No backend type associated with")
 
 
@@ -61,6 +63,12 @@ def stepping(optimizer: Steppable) -> Iterator[None]:
         raise _refusal(
             f"{name} does in its step what PyTorch cannot do with tensors that lie in parts: {_first_line(cause)}"
         ) from cause
+
+
+def asks_within_update(optimizer: optim.Optimizer | None) -> str:
+    """Why workers that hold parts may ask each other in an update; empty where it is known that they do not."""
+    kind = type(optimizer)
+    return "" if kind in _KNOWN_ALONE else f"{kind.__name__} may have workers ask each other in the midst of an update"
 
 
 def _first_line(error: Exception) -> str:

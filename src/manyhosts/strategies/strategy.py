@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -262,7 +262,7 @@ class SumsByGroup(Protocol):
 class Strategy(Protocol):
     """One way to spread a step over the workers.
 
-    Those that hold the entire model on each worker build on `WholeModel`, those that cut it on `CutModel`.
+    Those that hold the entire model on each worker build on `UncutModel`, those that cut it on `CutModel`.
     """
 
     @property
@@ -316,3 +316,23 @@ class Strategy(Protocol):
         Each value lies on the disk and is read when it is asked for: ask for those of other workers only where they are
         needed, and let go of them before the next.
         """
+
+
+class OnMesh:
+    """What the strategies here share: a mesh, what is held on it, and nothing that is remembered from step to step."""
+
+    traits: ClassVar[Traits]
+
+    def __init__(self, mesh: Mesh, holding: Holding) -> None:
+        self.mesh, self.world, self.holding = mesh, mesh.world, holding
+
+    def shard(self) -> Shard:
+        """One part for each worker that reads samples of its own."""
+        return Shard(self.mesh.data.rank, self.mesh.data.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""

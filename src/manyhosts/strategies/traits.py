@@ -39,7 +39,7 @@ TRAITS = {
     "pipedream": Traits(
         communicates_in_forward=True, computes_in_stages=True, holds_full_model=False, survives_loss=False
     ),
-    "tensor": Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False),
+    "tensor": Traits(communicates_in_forward=True, holds_full_model=False),
     "fsdp+tensor": Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False),
     "virtual": Traits(computes_fixed_parts=True),
     "local-sgd": Traits(synchronous=False),

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from manyhosts.communication.holding import UNCUT, Holding
+from manyhosts.communication.holding import UNCUT
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, OnMesh, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
-from manyhosts.strategies.traits import TRAITS, Traits
+from manyhosts.strategies.traits import TRAITS
 
 
-class UncutModel:
+class UncutModel(OnMesh):
     """All workers stand along one axis, `replicate`: each reads its part of the batch."""
 
-    traits: ClassVar[Traits]
-    holding: Holding = UNCUT
-
     def __init__(self, world: World) -> None:
-        self.world, self.mesh = world, Mesh(world)
-
-    def shard(self) -> Shard:
-        """One part for each worker."""
-        return Shard(self.mesh.data.rank, self.mesh.data.size)
+        super().__init__(Mesh(world), UNCUT)
 
     def norm(self, model: nn.Module) -> Tensor:
         """That of this worker's gradient: where all step together it is the same one on every worker."""
@@ -87,10 +79,3 @@ class SingleProcess(UncutModel):
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer."""
         optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""

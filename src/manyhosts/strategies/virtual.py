@@ -165,7 +165,7 @@ class VirtualWorkers(UncutModel):
                 loss = scale(self.news.add(compute(model, piece), piece.weight))
                 if piece is computed[-1]:
                     self._close(part, last=last)
-                _backward(loss, gradients)
+                gradients.backward(loss)
             gradients.take(part, last=last)
             if late is not None:
                 late.take(part, last=False)
@@ -268,14 +268,6 @@ class VirtualWorkers(UncutModel):
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Train what was trained."""
         self._unfreeze(states[0].get("unfrozen", ()) if states else ())
-
-
-def _backward(loss: Tensor, gradients: TreeBuckets) -> None:
-    try:
-        loss.backward()
-    except BaseException:
-        gradients.rest()  # another trainer may train this model, with buckets of its own
-        raise
 
 
 class News:

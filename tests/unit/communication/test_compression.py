@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from links import ThreadLink, on_links
 from torch import Tensor
 
-from manyhosts.communication.compression.bf16 import Bf16Codec
+from manyhosts.communication.compression.codecs import BLOCK, Bf16Codec, Fp16Codec, Int8Codec
 from manyhosts.communication.compression.exchange import Chunk, Compression, worth_it
-from manyhosts.communication.compression.fp16 import Fp16Codec
-from manyhosts.communication.compression.int8 import BLOCK, Int8Codec
 from manyhosts.communication.compression.powersgd import PowerSGD
 from manyhosts.communication.compression.table import COMPRESSIONS
 from manyhosts.communication.compression.topk import largest

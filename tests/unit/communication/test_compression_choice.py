@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from manyhosts.communication.compression.choose import BY_LOSS, Cost, choose, cost_of
-from manyhosts.communication.compression.int8 import BLOCK
+from manyhosts.communication.compression.codecs import BLOCK
 from manyhosts.communication.probe import Network
 from manyhosts.config.strategies import DDP
 

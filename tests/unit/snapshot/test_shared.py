@@ -344,7 +344,11 @@ def test_what_one_worker_alone_remembers_is_checked_once_on_each_disk(apart: boo
     path = folders[1] / "step-00000002" / "own-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     seen = folders if apart else [folders[1]] * 2
-    found = WorkerGroup(2).run(lambda world: newest(seen[world.rank], everything_fits, world, apart=apart))
+
+    def look(world: Any) -> Any:
+        return newest(seen[world.rank], everything_fits, world, sharers=[world.rank] if apart else None)
+
+    found = WorkerGroup(2).run(look)
     assert [loaded.facts.step for loaded in found] == [1, 1]
     [one], [two] = (loaded.skipped for loaded in found)
     assert "own-00000.safetensors is damaged" in one.reason

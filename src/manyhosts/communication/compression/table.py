@@ -10,10 +10,11 @@ from manyhosts.config.compression import GROUP, OWN
 from manyhosts.config.strategies import DDP
 from manyhosts.table import Table
 
+_PLACES = {"powersgd": "powersgd:make", "topk": "topk:make"}
 COMPRESSIONS: Table[Callable[[DDP], Compression]] = Table(
     kind="compression",
     group=GROUP,
-    own={name: f"manyhosts.communication.compression.{name}:make" for name in OWN},
+    own={name: f"manyhosts.communication.compression.{_PLACES.get(name, f'codecs:{name}')}" for name in OWN},
 )
 
 

@@ -10,20 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts import device
+from manyhosts.cluster.place import Place
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.shared_norm import OwnBatch, acting
+from manyhosts.communication.world import World
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.planner.measured import Bucket
 
 _FEWEST, _MOST = 3, 15
 
 
-class Alone:
-    """The one member of an exchange: notes when a bucket leaves."""
-
-    rank, size = 0, 1
+class Alone(World):
+    """The one worker of an exchange: notes when a bucket leaves."""
 
     def __init__(self, where: torch.device) -> None:
+        super().__init__(Place())
         self.device = where
         self.left: list[tuple[int, float | device.Event]] = []
         """Of each bucket since `begin`: its bytes, and when it left."""
@@ -51,13 +52,6 @@ class Alone:
     def start_all_reduce(self, tensor: Tensor) -> None:
         """Note that `tensor` leaves."""
         self.left.append((tensor.nbytes, self.now()))
-
-    def wait(self, work: object) -> None:
-        """Nothing is under way."""
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """It is everybody's already."""
-        return tensor
 
 
 def measure(

@@ -26,19 +26,15 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.device import LateNumbers, is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import CutModel, sum_together
-from manyhosts.strategies.fsdp import rounded
-from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike
+from manyhosts.strategies.fsdp.exchange import StepDigest, check_alike, rounded_sum
 from manyhosts.strategies.fsdp.place import begin_again, is_kept, is_of_layer, on_several_hosts, place_root
 from manyhosts.strategies.fsdp.refused import Replaced, Written, misuse_told
 from manyhosts.strategies.materialise import Places, materialise, places_of
-from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.optimizer_step import asks_within_update
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import TRAITS
 from manyhosts.strategies.units import find_units, has_parts, is_uncut
-
-_BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop}
-"""Optimizers that are known to treat each number of a tensor alone, so that parts are updated without an exchange."""
 
 
 class FullySharded(CutModel):
@@ -127,16 +123,13 @@ class FullySharded(CutModel):
 
     def why_all_end(self) -> str:
         """See `CutModel`."""
-        kind = type(self.optimizer)
         if why := super().why_all_end():
             return why
         if is_asynchronous(self.world.device):
             return "exchanges of a GPU that break off are not put back under fsdp"
         if not all(hasattr(each, "reset_iter_state") for each in self.roots):
             return f"torch {torch.__version__} cannot begin a step of fsdp again"
-        if kind not in _BY_ELEMENTS:
-            return f"{kind.__name__} may have workers ask each other in the midst of an update"
-        return ""
+        return asks_within_update(self.optimizer)
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Gather and sum with the workers of the copy that this one is in now, from no step under way."""
@@ -209,7 +202,7 @@ class FullySharded(CutModel):
 
         def summed(flat: Tensor) -> Tensor:
             flat = flat.to(self.world.device)
-            return rounded.all_reduce(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
+            return rounded_sum(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
 
         in_parts = [each for each in self.parameters if not is_kept(each, self.mesh.size("shard"))]
         # Apart, for the order in which numbers are added depends on the length of a message.
@@ -245,11 +238,6 @@ class FullySharded(CutModel):
             if (found := self.model_watch.read(sums)) is not None:
                 self.model_watch.check(found)
             self.model_watch.known()
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step the optimizer, which knows of this worker's parts alone."""
-        with stepping(optimizer):
-            optimizer.step()
 
 
 def _of_one_host(world: World) -> int:

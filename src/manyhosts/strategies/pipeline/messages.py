@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,12 +160,12 @@ class Channel:
         self._under_way.clear()
         self.inbox.clear()
 
-    def send(self, value: Any, stage: int, tag: int, *, beside: Mapping[str, Any] | None = None) -> None:
-        """Begin to send `value` to a stage, with plain values in `beside`."""
+    def send(self, value: Any, stage: int, tag: int) -> None:
+        """Begin to send `value` to a stage."""
         taken = flat(value)
         parts = [_taken_apart(each) for each in taken.tensors]
         layouts = [[each.dtype, each.shape, each.order, each.repeats] for each, _ in parts]
-        words = json.dumps([taken.shape, layouts, dict(beside or {})]).encode()
+        words = json.dumps([taken.shape, layouts]).encode()
         head = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         body = torch.cat([head, *(data for _, data in parts)])
         messages, tag = (
@@ -181,8 +181,8 @@ class Channel:
             assert work is not None, "every worker is in the default group"
             self._under_way.append((work, message))
 
-    def receive(self, stage: int, tag: int) -> tuple[Any, dict[str, Any]]:
-        """The next value of a stage, with the plain values."""
+    def receive(self, stage: int, tag: int) -> Any:
+        """The next value of a stage."""
         rank, tag = self.ranks[stage], self._tag(tag, stage, self.own)
         if rank == self.world.rank:
             length, body = self.inbox[tag].popleft()
@@ -195,12 +195,12 @@ class Channel:
             body = torch.empty(size, dtype=torch.uint8)
             self.world.wait(dist.irecv(body, src=rank, tag=tag))
             self.waited_s += time.perf_counter() - begin
-        shape, layouts, beside = json.loads(body[:words].numpy().tobytes())
+        shape, layouts = json.loads(body[:words].numpy().tobytes())
         tensors, place = [], words
         for layout in (_Layout(*each) for each in layouts):
             tensors.append(_as_it_lay(layout, body[place : place + layout.size]))
             place += layout.size
-        return put_together(shape, tensors), beside
+        return put_together(shape, tensors)
 
     def _tag(self, kind: int, source: int, target: int) -> int:
         """One worker may have several stages, which do not take each other's messages."""

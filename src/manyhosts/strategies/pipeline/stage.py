@@ -105,7 +105,7 @@ class Stage:
                 for user in users:
                     self.channel.send(module._parameters[key], user, VALUES)
                 continue
-            value, _ = self.channel.receive(owner, VALUES)
+            value = self.channel.receive(owner, VALUES)
             self.lent[each.name] = nn.Parameter(value, requires_grad=each.kept.requires_grad)
 
     def values(self) -> AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class Stage:
         value: Any = None
         held = _Held([])
         if not self.is_first:
-            (value, needs, drawn), _ = self.channel.receive(self.number - 1, FORWARD)
+            value, needs, drawn = self.channel.receive(self.number - 1, FORWARD)
             _go_on(drawn)
             value = self._with_gradients(value, needs, held)
         outputs = run(self.model, self.chain, self.begin, self.end, inputs, value, self.values)
@@ -164,7 +164,7 @@ class Stage:
         if loss is not None:
             roots, given = [loss], [None]
         else:
-            gradients, _ = self.channel.receive(self.number + 1, BACKWARD)
+            gradients = self.channel.receive(self.number + 1, BACKWARD)
             for output, gradient in zip(held.outputs, gradients, strict=True):
                 if gradient is not None:
                     roots.append(output)
@@ -202,8 +202,7 @@ class Stage:
             weight = self.lent.get(each.name, module._parameters[key])
             assert weight is not None, f"{each.name} is in the model"
             if weight.requires_grad and place + 1 < len(each.stages):
-                gradient, _ = self.channel.receive(each.stages[place + 1], GRADIENTS)
-                yield weight, gradient
+                yield weight, self.channel.receive(each.stages[place + 1], GRADIENTS)
 
     def _pass_on_gradients(self) -> None:
         for each in self.tied:
@@ -230,7 +229,7 @@ def evaluate(stages: Sequence[Stage], inputs: Any) -> Any:
             for worker in range(first.number):
                 last.channel.send([outputs, _drawn_since(seeded)], worker, OUTPUTS)
         else:
-            (outputs, drawn), _ = first.channel.receive(first.count - 1, OUTPUTS)
+            outputs, drawn = first.channel.receive(first.count - 1, OUTPUTS)
             _go_on(drawn)
         for each in stages:
             each.channel.finish()

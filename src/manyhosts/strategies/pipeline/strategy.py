@@ -279,7 +279,7 @@ class Pipelined(ComputedTogether):
             for other in range(self.workers - 1):
                 self.own[-1].channel.send([[each.grad for each in parameters], buffers], other, OUTPUTS)
             return
-        (gradients, changed), _ = self.own[0].channel.receive(self.stages - 1, OUTPUTS)
+        gradients, changed = self.own[0].channel.receive(self.stages - 1, OUTPUTS)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for buffer, value in zip(buffers, changed, strict=True):

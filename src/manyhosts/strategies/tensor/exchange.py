@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.mesh import Mesh
 
 
 class OtherFailed(Exception):
@@ -24,13 +24,15 @@ class OtherFailed(Exception):
 class Exchange:
     """The workers that compute parts of each layer. In a trial each says before it sends anything that it is well."""
 
-    def __init__(self, workers: Collectives) -> None:
-        self.workers = workers
+    def __init__(self, mesh: Mesh) -> None:
+        self.workers = mesh.along("tensor")
+        self.size, self.rank = mesh.size("tensor"), mesh.coordinate("tensor")
+        """How many there are, and which of them this one is, as long as it lives: also before it has met the others."""
         self.is_trial = False
 
     def bounds(self, total: int) -> tuple[int, int]:
         """Where this worker's part of a dim of `total` begins, and how long it is, as PyTorch cuts a DTensor."""
-        return part_of(total, self.workers.size, self.workers.rank)
+        return part_of(total, self.size, self.rank)
 
     def check(self, failed: bool = False) -> None:
         """In a trial: see that no worker has failed. `failed`: this one has.
@@ -51,7 +53,7 @@ class Exchange:
     def put_together(self, part: Tensor, total: int) -> Tensor:
         """Parts of the last dim, of all workers, as one tensor whose last dim is `total`."""
         self.check()
-        longest = math.ceil(total / self.workers.size)
+        longest = math.ceil(total / self.size)
         padded = part.new_zeros((*part.shape[:-1], longest))
         padded[..., : part.shape[-1]] = part
         full = torch.cat([*self.workers.stack(padded)], dim=-1)
@@ -74,54 +76,39 @@ def has_parts(total: int, workers: int) -> bool:
     return part_of(total, workers, workers - 1)[1] > 0
 
 
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return given.view_as(given)
+class _Both(torch.autograd.Function):
+    """One function forward, and its counterpart for the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum(gradient), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
-        return exchange.sum(given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange, total: int) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.put_together(given, total)
+    def forward(ctx: Any, given: Tensor, there: Way, back: Way) -> Tensor:
+        ctx.back = back
+        return there(given)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.take(gradient), None, None
+        return ctx.back(gradient), None, None
 
 
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange, ctx.total = exchange, given.shape[-1]
-        return exchange.take(given)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.put_together(gradient, ctx.total), None
+Way = Callable[[Tensor], Tensor]
+_both: Callable[[Tensor, Way, Way], Tensor] = _Both.apply
 
 
-shared: Callable[[Tensor, Exchange], Tensor] = _Shared.apply
-"""`shared(given, exchange)`: `given`, which all workers have alike; its gradient is the sum of theirs."""
-summed: Callable[[Tensor, Exchange], Tensor] = _Summed.apply
-"""`summed(given, exchange)`: the sum over the workers, which all then have alike."""
-gathered: Callable[[Tensor, Exchange, int], Tensor] = _Gathered.apply
-"""`gathered(given, exchange, total)`: parts of a last dim of `total`, put together, which all then have alike."""
-taken: Callable[[Tensor, Exchange], Tensor] = _Taken.apply
-"""`taken(given, exchange)`: this worker's part of the last dim of what all have alike."""
+def shared(given: Tensor, exchange: Exchange) -> Tensor:
+    """`given`, which all workers have alike; its gradient is the sum of theirs."""
+    return _both(given, lambda each: each.view_as(each), exchange.sum)
+
+
+def summed(given: Tensor, exchange: Exchange) -> Tensor:
+    """The sum over the workers, which all then have alike."""
+    return _both(given, exchange.sum, lambda gradient: gradient)
+
+
+def gathered(given: Tensor, exchange: Exchange, total: int) -> Tensor:
+    """Parts of a last dim of `total`, put together, which all then have alike."""
+    return _both(given, lambda part: exchange.put_together(part, total), exchange.take)
+
+
+def taken(given: Tensor, exchange: Exchange) -> Tensor:
+    """This worker's part of the last dim of what all have alike."""
+    total = given.shape[-1]
+    return _both(given, exchange.take, lambda part: exchange.put_together(part, total))

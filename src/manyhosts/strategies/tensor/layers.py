@@ -37,7 +37,7 @@ def cut(model: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh) -> N
             module.__dict__["forward"] = partial(_dropout, module, exchange, shape, group.dims.setdefault(name, []))
         owner = model.get_submodule(group.owner)
         for key in group.divided:
-            setattr(owner, key, getattr(owner, key) // exchange.workers.size)
+            setattr(owner, key, getattr(owner, key) // exchange.size)
 
 
 def inner(model: nn.Module, plan: Plan) -> list[nn.Parameter]:

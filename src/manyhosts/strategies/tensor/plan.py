@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -49,6 +50,11 @@ class Plan:
         columns = {name: "column" for group in groups for name in group.columns}
         rows = {group.row: "row" for group in groups}
         return replace(self, ways={**self.ways, **columns, **rows}, groups=(*self.groups, *groups))
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Plan:
+        """What `dataclasses.asdict` gave of one, also by way of JSON."""
+        return cls(plain["ways"], tuple(Group(**each) for each in plain["groups"]))
 
     def in_words(self) -> str:
         """How many layers are cut in which way."""

@@ -7,10 +7,11 @@ on a batch of the training set, that outputs, gradients and evaluation are those
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from manyhosts.communication.dtensors import DTensors
 from manyhosts.communication.gathering import gather_plain
@@ -22,8 +23,8 @@ from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_hooks, check_memory
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
-from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.optimizer_step import asks_within_update
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut, inner, sum_gradient
@@ -59,7 +60,9 @@ class TensorParallel(ComputedTogether):
         mesh = mesh or Mesh(world, tensor=config.size or world.size)
         super().__init__(mesh, DTensors(mesh), name="tensor")
         self.config, self.size = config, mesh.size("tensor")
-        self.exchange = Exchange(mesh.along("tensor"))
+        mesh.along("replicate")  # all workers make its groups together
+        self.exchange = Exchange(mesh)
+        self.optimizer: Optimizer | None = None
 
     def place(self, model: nn.Module) -> nn.Module:
         """Keep this worker's part of the layers that are cut, equal to the leader's, and all of the rest.
@@ -85,23 +88,41 @@ class TensorParallel(ComputedTogether):
         if is_meta(model):
             materialise(model.modules(), places_of(model))
         spread([*model.parameters(), *model.buffers()], self.world)
+        with self.mesh.stood_in_for():
+            self.device_mesh = self.mesh.device_mesh("tensor")
+            if self.world.part is None:
+                with randomness.undisturbed():
+                    plan = self._proved(uncut)
+            else:
+                plan = Plan.from_dict(self.world.part.plan)  # that of the workers that it will join
+            cut(uncut, plan, self.exchange, self.device_mesh)
+        self.plan = asdict(plan)
+        copies = self.mesh.data.size
+        over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
+        self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
+        return inner(uncut, plan)
+
+    def hold(self, optimizer: Optimizer) -> None:
+        """Know this worker's optimizer."""
+        self.optimizer = optimizer
+
+    def why_all_end(self) -> str:
+        """See `CutModel`."""
+        return super().why_all_end() or asks_within_update(self.optimizer)
+
+    def _proved(self, model: nn.Module) -> Plan:
+        """The plan by which the model is cut; each step of it was tried.
+
+        Raises:
+            ConfigError: see `place`.
+        """
         if self.sample is None:
             raise _refusal(
                 "the training set is a stream, so no batch can be had before training begins, on which to see that a "
                 "cut model computes what the uncut one does",
                 fix="give a map-style dataset, or choose another strategy",
             )
-        with randomness.undisturbed():
-            plan = self._proved(uncut, self.sample.inputs())
-        cut(uncut, plan, self.exchange, self.device_mesh)
-        copies = self.mesh.data.size
-        over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
-        self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
-        return inner(uncut, plan)
-
-    def _proved(self, model: nn.Module, inputs: Any) -> Plan:
-        """The plan by which the model is cut; each step of it was tried."""
-        self.device_mesh = self.mesh.device_mesh("tensor")
+        inputs = self.sample.inputs()
         try:
             plan, groups = look(copied(model), given := few(inputs), self.size)
         except Exception:  # a model may count on the batch's size, and raise whatever it likes
@@ -179,11 +200,6 @@ class TensorParallel(ComputedTogether):
         self.sum_copies()
         self.world.wait(tally.start_sum())
         return tally.outcome()
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step the optimizer, which knows of this worker's parts alone."""
-        with stepping(optimizer):
-            optimizer.step()
 
 
 _DRAWS = "let the forward pass of a model depend on nothing but its inputs and torch's generator"

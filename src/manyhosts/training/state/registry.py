@@ -20,7 +20,7 @@ from manyhosts.training.setup.trained_module import load_loss, loss_state, names
 from manyhosts.training.state.buffers import put_transient, transient
 from manyhosts.training.state.optimizer_state import by_name, load_by_name
 from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.sharded_state import TakenUp, as_held, held, put_cut
+from manyhosts.training.state.sharded_state import TakenUp, as_held, full_values, held, put_cut
 
 
 class TrainerState:
@@ -167,6 +167,14 @@ def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
     if parts.strategy.traits.holds_full_model:
         return loaded.state
     return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
+
+
+def ask_for_state(stored: Mapping[str, Any], parts: Parts) -> None:
+    """Ask for all that `state_of` gives, of a state with a `StoredTensor` in the place of each tensor."""
+    full = parts.strategy.traits.holds_full_model
+    taken = stored if full else TakenUp(stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
+    for key in taken:
+        full_values(taken[key])
 
 
 def weights_of(parts: Parts) -> dict[str, Any]:

@@ -94,8 +94,8 @@ class TakenUp(Mapping[str, Any]):
                 for name, each in held.items()
                 if each is None or self._holding.holds(each)
             }
-            return {**_full(stored, but="state"), "state": state}
-        return _full(stored)
+            return {**full_values(stored, but="state"), "state": state}
+        return full_values(stored)
 
     def _cut(self, stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self._like(own.get(name), value) for name, value in stored.items()}
@@ -107,7 +107,7 @@ class TakenUp(Mapping[str, Any]):
     def _cut_alike(self, stored: Any, own: Any) -> Any:
         """What is kept of a nested state, each tensor cut as the one in its place is."""
         if not isinstance(stored, Mapping):
-            return self._like(own, stored) if isinstance(stored, StoredTensor) else _full(stored)
+            return self._like(own, stored) if isinstance(stored, StoredTensor) else full_values(stored)
         beside = own if isinstance(own, Mapping) else {}
         return {key: self._cut_alike(value, beside.get(key)) for key, value in stored.items()}
 
@@ -117,17 +117,18 @@ class TakenUp(Mapping[str, Any]):
         if not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
             return value.full()
         block = self._holding.block(own)
-        return self._holding.like(own, value.block(block.box).to(block.local.device))
+        found = value.block(block.box)
+        return found if found.is_meta else self._holding.like(own, found.to(block.local.device))  # meta: only asked for
 
 
-def _full(stored: Any, *, but: str = "") -> Any:
+def full_values(stored: Any, *, but: str = "") -> Any:
     """`stored` with complete tensors, without what is under the key `but`."""
     if isinstance(stored, StoredTensor):
         return stored.full()
     if isinstance(stored, Mapping):
-        return {key: _full(value) for key, value in stored.items() if key != but}
+        return {key: full_values(value) for key, value in stored.items() if key != but}
     if type(stored) in (list, tuple):
-        return type(stored)(_full(value) for value in stored)
+        return type(stored)(full_values(value) for value in stored)
     return stored
 
 

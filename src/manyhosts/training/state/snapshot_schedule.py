@@ -26,7 +26,7 @@ from manyhosts.training.consistency.same_given import compare_samples
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.frozen_base import KEY
-from manyhosts.training.state.registry import copied, state_of, take_up, training_state_dict, weights_of
+from manyhosts.training.state.registry import ask_for_state, copied, state_of, take_up, training_state_dict, weights_of
 from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.resuming import Changes, asked_of, compare
 from manyhosts.training.state.run_state import RunState
@@ -278,7 +278,7 @@ class SnapshotSchedule:
             ConfigError, DataError: something has changed that must not.
             SnapshotError: there are snapshots, and none can be continued from.
         """
-        loaded = self.store.latest(self.parts.fits())
+        loaded = self.store.latest(self.parts.fits(), lambda stored: ask_for_state(stored, self.parts))
         self.best_saved_at = -1  # the best model may be of a step that is done again
         if loaded is None:
             return RunState(), None
@@ -293,6 +293,7 @@ class SnapshotSchedule:
         self._change(state)
         stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
         state.stream = dict(stream)  # read now, while the snapshot is there
+        loaded.ahead.clear()
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
             step=loaded.facts.step,

@@ -50,7 +50,10 @@ if __name__ == "__main__":  # so that a notebook or a test may import `network` 
 '''
 
 
-LOOP = '''"""A GAN on handwritten digits of 8 x 8 pixels: two models and two optimizers in a loop of its own."""
+LOOP = '''"""A GAN on handwritten digits of 8 x 8 pixels: two models and two optimizers in a loop of its own.
+
+Its two models work against each other, so its loss need not fall.
+"""
 
 import manyhosts as mh
 import torch

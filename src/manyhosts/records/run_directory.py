@@ -121,6 +121,11 @@ class RunDirectory:
         """The folder of what the workers printed."""
         return self.path / "logs"
 
+    @property
+    def interruption(self) -> Path:
+        """An empty file that is there where somebody ended the run: one that has not trained has no other record."""
+        return self.logs / "interrupted"
+
     def log(self, host: str, rank: int) -> Path:
         """What one worker printed."""
         return self.logs / f"{host}-{rank}.log"

@@ -72,8 +72,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
     found += about_loss(parts, why_not_survive)
-    if is_resumed and (reached(loop.limit, loop.after_step.now()) or loop.state.ended):
-        why = loop.state.ended or f"{loop.state.step} steps are done, and {loop.limit} asked for"
+    if is_resumed and (why := loop.state.ended or reached(loop.limit, loop.after_step.now())):
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
 

@@ -219,7 +219,8 @@ def run(**words: Any) -> int:
     named_runs.keep_interruption(job.run_dir, interrupted=False)
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = _display(screen)
-        if not sys.stdout.isatty():  # else a live line says what is awaited
+        is_own = job.kind == "module" and job.program.startswith("manyhosts.")  # who runs that says what it does
+        if not (sys.stdout.isatty() or is_own):  # on a terminal a live line says what is awaited
             display.warn(_beginning(plan))
         try:
             code = launcher.submit(plan, display)

@@ -94,7 +94,8 @@ def about_loss(parts: Parts, why_not_survive: str) -> list[str]:
 def about_batch(parts: Parts) -> list[str]:
     """That there are fewer samples than a batch has."""
     samples = getattr(getattr(parts.source, "order", None), "length", parts.batch)
-    few = f"the train set has {samples} samples, and a batch {parts.batch}: an epoch is one step of all of it"
+    count = "1 sample" if samples == 1 else f"{samples} samples"
+    few = f"the train set has {count}, and a batch {parts.batch}: an epoch is one step of all of it"
     return [few] if samples < parts.batch else []
 
 

@@ -112,6 +112,8 @@ def keep_interruption(run_dir: Path, *, interrupted: bool) -> None:
     """Remember that somebody ended the run in `run_dir`, or forget it: a script that has not trained has no record."""
     with contextlib.suppress(OSError):
         if interrupted:
+            if run_dir.is_dir():
+                RunDirectory(run_dir).logs.mkdir(exist_ok=True)  # it may have ended before there was a log
             RunDirectory(run_dir).interruption.touch()
         else:
             RunDirectory(run_dir).interruption.unlink(missing_ok=True)

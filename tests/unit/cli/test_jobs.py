@@ -55,6 +55,14 @@ def test_run_that_somebody_ended_before_it_trained_is_interrupted(
     assert not named_runs.was_interrupted(run)
 
 
+def test_run_that_was_ended_before_there_was_a_log_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named_runs.keep_interruption(tmp_path, interrupted=True)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "cancelled · interrupted; no training is on record" in capsys.readouterr().out
+
+
 def test_cancelling_a_run_that_has_ended_shows_with_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path)
     summary = read_run(tmp_path).summary

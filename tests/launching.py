@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,10 @@ MANYHOSTS = [sys.executable, "-P", "-m", "manyhosts.cli.main"]
 SHARED = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MANYHOSTS_SET", "PYTHONUNBUFFERED")
 HANGS_S = 120.0
 """What has not happened by then never will, on the busiest machine: a test that ends here hangs, it is not slow."""
+
+
+BEGINNING = re.compile(r"\Amanyhosts: starting .*\n")
+"""What `manyhosts run` says of itself first where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def run_words(folder: Path, *words: str) -> Ended:
     done = subprocess.run(
         [*MANYHOSTS, "run", *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
     )
-    return Ended(done.returncode, done.stdout, done.stderr, folder / "run")
+    return Ended(done.returncode, done.stdout, BEGINNING.sub("", done.stderr), folder / "run")
 
 
 def start(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:

@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:
 
 opened_files.begin()  # what a script reads is in the record of its run
 if _AGENT not in os.environ:  # else the agent's worker reports what the script raises
-    speak_plainly(refusals.explained)  # from the import on: a model may be sent to a GPU before any word of ours
+    # From the import on: a model may be sent to a GPU before any word of ours.
+    speak_plainly(refusals.explained, lambda error: importlib.import_module("manyhosts.own_frames").of_script(error))
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 TRACE = "MANYHOSTS_TRACE"
-"""If set in the environment, a script that was not launched shows where in it an error of ours was raised."""
+"""If set in the environment, a traceback has all calls in manyhosts, also that of an error raised on purpose."""
 
 
 _IN_CPP = re.compile(r"\[/\S*\.(?:cc|cpp|cu|h|hpp):\d+\]")
@@ -115,11 +115,15 @@ def plain_lines(said: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def speak_plainly(explain: Callable[[BaseException], ManyhostsError | None] | None = None) -> None:
+def speak_plainly(
+    explain: Callable[[BaseException], ManyhostsError | None] | None = None,
+    traceback_of: Callable[[BaseException], str] | None = None,
+) -> None:
     """Have a script that was not launched end with an error of ours as `manyhosts run` would: sentence, exit code.
 
-    `explain` gives the sentence for an error of somebody else's, or None. Errors without one are shown as before, and
-    all of them where `MANYHOSTS_TRACE` is set or somebody types line by line. Safe to call twice.
+    `explain` gives the sentence for an error of somebody else's, or None. Errors without one are shown as
+    `traceback_of` writes them, and all of them as before where `MANYHOSTS_TRACE` is set or somebody types line by line.
+    Safe to call twice.
     """
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__ or hasattr(sys, "ps1") or sys.flags.interactive:
@@ -127,8 +131,14 @@ def speak_plainly(explain: Callable[[BaseException], ManyhostsError | None] | No
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         reported = error if isinstance(error, ManyhostsError) or explain is None else explain(error)
-        if not isinstance(reported, ManyhostsError) or os.environ.get(TRACE):
+        if os.environ.get(TRACE):
             before(kind, error, trace)
+            return
+        if not isinstance(reported, ManyhostsError):
+            if traceback_of is None or before is not sys.__excepthook__:
+                before(kind, error, trace)
+            else:
+                sys.stderr.write(f"{traceback_of(error)}\n")
             return
         sys.stderr.write(f"manyhosts: {reported}\n")
         raise SystemExit(reported.exit_code)  # the one way to an exit code from here

@@ -166,6 +166,18 @@ def test_lab_whose_owner_was_killed_leaves_no_process_and_the_next_one_tidies_up
     assert len(living()) == len(before) - 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_lab_whose_owner_is_ended_leaves_no_file(number: signal.Signals) -> None:
+    code = "from manyhosts.lab import lab\nwith lab(1) as hosts:\n    print(hosts.folder.path, flush=True)\n    input()"
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = Path(owner.stdout.readline().strip())
+    assert folder.is_dir()
+    owner.send_signal(number)
+    owner.communicate()
+    assert owner.returncode == 128 + number
+    assert not folder.exists()
+
+
 def test_lab_leaves_nothing_on_this_machine() -> None:
     with lab(1) as hosts:
         folder = hosts.folder.path

@@ -70,6 +70,18 @@ def test_progress_bar_is_shown_in_its_last_state_and_the_log_has_every_byte(tmp_
     assert log.read_bytes() == b"done\r\n"
 
 
+def test_what_is_started_and_where_is_said_before_the_script_speaks(tmp_path: Path) -> None:
+    process = start(tmp_path, "input()", "--workers", "2")  # which says nothing
+    try:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+    finally:
+        process.terminate()
+        process.communicate()
+    named = re.escape(str(tmp_path / "script.py"))
+    assert re.fullmatch(rf"manyhosts: starting {named} with 2 workers on \S+; logs and record in run\n", first)
+
+
 def test_line_appears_at_once(tmp_path: Path) -> None:
     source = """
         import os, time

@@ -74,6 +74,7 @@ def test_unknown_key_is_refused_with_the_nearest_and_the_way_to_all() -> None:
         overrides.parse(["batchsize=3"])
     assert refused.value.what == "there is no setting named 'batchsize'"
     assert refused.value.fix.startswith("did you mean 'batch_size'?")
+    assert "similar: micro_batch_size, " in refused.value.fix, "the nearest is named once"
     assert "batch_size_per_worker" in refused.value.fix
     assert "manyhosts run --set help" in refused.value.fix
     assert len(refused.value.fix) < 200, "nobody reads fifty names"

@@ -74,6 +74,21 @@ def test_traceback_is_shown_where_it_is_asked_for_and_for_errors_of_others(
     assert "Traceback" in done.stderr
 
 
+def test_calls_in_manyhosts_are_one_line_of_a_script_that_was_not_launched(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import manyhosts as mh\nfrom torch import nn\ndef network():\n    raise ValueError('theirs')\n"
+        "mh.Trainer(model=network, loss=nn.MSELoss(), optimizer=lambda p: p,"
+        " data=mh.Data(train=[(1, 1)], batch_size=1)).fit('1 step')\n"
+    )
+    for trace in ("", "1"):
+        environment = {**os.environ, "MANYHOSTS_TRACE": trace, "MANYHOSTS_RUN_DIR": str(tmp_path / f"run{trace}")}
+        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+        assert "    raise ValueError('theirs')" in done.stderr
+        assert ("calls in manyhosts; MANYHOSTS_TRACE=1 shows them" in done.stderr) == (not trace)
+        assert ("training/session.py" in done.stderr) == bool(trace)
+
+
 def test_error_before_any_trainer_is_told_in_a_sentence() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import manyhosts as mh\nmh.EarlyStopping('accuracy', mode='best')"],

@@ -27,7 +27,7 @@ OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path i
 
 FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
-    ["device", "events", "imports", "refusals", "units", "table"],
+    ["device", "events", "imports", "own_frames", "refusals", "units", "table"],
     ["config", "cluster", "records"],
     ["hosts", "communication", "data", "listeners"],
     ["control", "rehearsal"],
@@ -43,6 +43,7 @@ WITHOUT_TORCH = [
     "errors",
     "events",
     "imports",
+    "own_frames",
     "refusals",
     "units",
     "table",

@@ -50,7 +50,10 @@ if __name__ == "__main__":  # so that a notebook or a test may import `network` 
 '''
 
 
-LOOP = '''"""A GAN on handwritten digits of 8 x 8 pixels: two models and two optimizers in a loop of its own."""
+LOOP = '''"""A GAN on handwritten digits of 8 x 8 pixels: two models and two optimizers in a loop of its own.
+
+Its two models work against each other, so its loss need not fall.
+"""
 
 import manyhosts as mh
 import torch
@@ -109,6 +112,11 @@ if __name__ == "__main__":
 def init(folder: Path, dry_run: bool, loop: bool, trace: bool) -> int:
     """Write a train.py that runs into DIR (default: here). It never overwrites one."""
     path = folder / "train.py"
+    if folder.suffix == ".py":
+        fix = "name a folder: `manyhosts init` writes train.py here, `manyhosts init DIR` into DIR"
+        raise ConfigError(
+            f"{folder} is the name of a script, and train.py is written into a folder", where="DIR", fix=fix
+        )
     if path.exists():
         raise ConfigError(
             "there is a train.py already", where=str(path), fix="name another folder: `manyhosts init DIR`"

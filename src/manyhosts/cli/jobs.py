@@ -7,8 +7,10 @@ import json
 import click
 
 from manyhosts.launchers import named_runs
+from manyhosts.launchers.detached import Status
 
 _TRACE = click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
+_ENDED = ("done", "failed", "cancelled")
 _RUN = click.argument("run", metavar=named_runs.METAVAR)
 
 
@@ -31,8 +33,12 @@ def status(run: str, as_json: bool, trace: bool) -> int:
             )
         )
         return 0
-    print(" · ".join(word for word in (found.state, found.reason, found.hosts, found.log) if word))
+    print(_line(found))
     return 0
+
+
+def _line(found: Status) -> str:
+    return " · ".join(word for word in (found.state, found.reason, found.hosts, found.log) if word)
 
 
 @click.command()
@@ -54,10 +60,15 @@ def logs(run: str, follow: bool, trace: bool) -> int:
 @_TRACE
 @_RUN
 def cancel(run: str, trace: bool) -> int:
-    """End RUN as Ctrl-C does. One that is over, or was cancelled before, is left as it is.
+    """End RUN as Ctrl-C does, and show its state. One that has ended before is left as it is.
 
     RUN is a run directory, the handle that `run --detach` printed, or `last`.
     """
     jobs, name = named_runs.named(run).jobs
+    before = jobs.status(name)
+    if before.state in _ENDED:
+        print(f"it has ended before: {_line(before)}")
+        return 0
     jobs.cancel(name)
+    print(_line(jobs.status(name)))
     return 0

@@ -129,7 +129,8 @@ def _open(hosts: int, bandwidth: str, dry_run: bool, command: list[str]) -> int:
         taking_orders = Control(made)
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for what runs in the lab
         try:
-            print(f"manyhosts: {', '.join(made.names)} are up, each on {bandwidth}", file=sys.stderr, flush=True)
+            up = "are up, each on" if len(made) > 1 else "is up, on"
+            print(f"manyhosts: {', '.join(made.names)} {up} {bandwidth}", file=sys.stderr, flush=True)
             variables = {"MANYHOSTS_LAB": made.folder.name, "PS1": r"(lab) \w\$ "}
             words = made.desk.command(command, folder=str(here), env=variables)
             return subprocess.call(words, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))

@@ -43,7 +43,8 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
         return 2
     if isinstance(error, click.ClickException):
         what = f"No such option '{error.option_name}'." if isinstance(error, click.NoSuchOption) else ""
-        _print("manyhosts", what or error.format_message(), _fix(error, verb))
+        # Click lists choices with a line for each
+        _print("manyhosts", what or " ".join(error.format_message().split()), _fix(error, verb))
         return 2
     if not isinstance(error, ManyhostsError):
         raise error

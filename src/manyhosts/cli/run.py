@@ -24,6 +24,7 @@ from manyhosts.control.agent import host_state, warm
 from manyhosts.control.display import Display, PlainDisplay
 from manyhosts.control.head import takeover
 from manyhosts.control.job import Job
+from manyhosts.control.plan import Plan
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import background, named_runs, scripts
@@ -39,6 +40,8 @@ _REHEARSAL = "manyhosts.rehearsal"
 _INTERRUPTED = 130
 _CROWD = 4
 """Workers to a core, above which a run says that they are many."""
+_NAMED = 3
+"""Hosts that are named; of more, their number is given."""
 _MARKED = "manyhosts.script-is-marked"
 """Whether `--` was typed before the script: all words after it are the script's."""
 
@@ -216,12 +219,26 @@ def run(**words: Any) -> int:
     named_runs.keep_interruption(job.run_dir, interrupted=False)
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = _display(screen)
+        is_own = job.kind == "module" and job.program.startswith("manyhosts.")  # who runs that says what it does
+        if not (sys.stdout.isatty() or is_own):  # on a terminal a live line says what is awaited
+            display.warn(_beginning(plan))
         try:
             code = launcher.submit(plan, display)
         finally:
             display.close()
     named_runs.keep_interruption(job.run_dir, interrupted=code == _INTERRUPTED)
     return code
+
+
+def _beginning(plan: Plan) -> str:
+    """What is started and where, in one line: the script's first word may take long to come."""
+    job = plan.job
+    count = "1 worker" if job.workers == 1 else f"{job.workers} workers"
+    size = f" with {count}" if job.workers_are_chosen else ""
+    hosts = f" on {', '.join(plan.hosts[:_NAMED])}" if plan.hosts else ""
+    more = f" and {len(plan.hosts) - _NAMED} more hosts" if len(plan.hosts) > _NAMED else ""
+    run_dir = job.run_dir.relative_to(Path.cwd()) if job.run_dir.is_relative_to(Path.cwd()) else job.run_dir
+    return f"manyhosts: starting {job.program}{size}{hosts}{more}; logs and record in {run_dir}"
 
 
 def _check_words(words: Mapping[str, Any]) -> None:

@@ -174,9 +174,20 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
         value = value if sign else after[0] if takes else ""
         if (meant := _meant(name, value)) is None:
             continue
-        others = [*ours[:place], *meant, *(after[1:] if takes else after)]
-        fix = f"type: {shlex.join(['manyhosts', 'run', *others])}"
+        left = after[1:] if takes else after
+        given = _given(meant, [*ours[:place], *left])
+        others = [*ours[:place], *([] if given else meant), *left]
+        fix = f"{f'{given} is given already; ' if given else ''}type: {shlex.join(['manyhosts', 'run', *others])}"
         raise ConfigError(f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix)
+
+
+def _given(meant: Sequence[str], words: Sequence[str]) -> str:
+    """What was typed for the option or setting of `meant`, among the other `words`; empty where nothing was."""
+    option, key = meant[0], f"{meant[1].partition('=')[0]}="
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.partition("=")[0] == option and (option != "--set" or after.startswith(key)):
+            return shlex.join([word] if "=" in word else [word, after])
+    return ""
 
 
 def _meant(name: str, value: str) -> list[str] | None:

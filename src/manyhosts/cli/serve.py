@@ -51,9 +51,9 @@ _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 @click.option("--behind-sagemaker", is_flag=True, help="In a container of SageMaker, which checks who asks before.")
 @click.option("--dry-run", is_flag=True, help="Say what would be served where, and start nothing.")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
-@click.argument("folder", metavar="DIR", callback=lambda *given: str(directory_of(given[-1])))
+@click.argument("folder", metavar="RUN|EXPORT", callback=lambda *given: str(directory_of(given[-1])))
 def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
-    """Serve the model in DIR, an export (torch-export, onnx) or a run (a handle, `last`), until Ctrl-C or SIGTERM.
+    """Serve a model until Ctrl-C or SIGTERM: an export (torch-export, onnx) or a run (its directory, a handle, `last`).
 
     POST /predict takes {"inputs": [...]} and answers {"outputs": [...]}, one for each sample, in JSON or safetensors.
     /docs says what the model takes; /healthz, /readyz and /metrics are for monitoring.
@@ -132,6 +132,7 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
         shown = token if made else f"${TOKEN}"
         header = f'-H "Authorization: Bearer {shown}" ' if token else ""
         print(f"  curl {header}{address}/readyz", file=sys.stderr)
+        print(f"  requests go to {address}/predict; {address}/docs says what they hold", file=sys.stderr)
         sys.stderr.flush()
 
     with contextlib.closing(progress):

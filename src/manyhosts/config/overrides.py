@@ -177,9 +177,9 @@ def _check_word(text: str, kind: Any, key: str) -> None:
 
 
 def _like(key: str, known: Sequence[str]) -> str:
-    """Keys that look like `key`, next to the nearest; empty where there are none."""
-    few = nearest_few(key, known)
-    return f"like it: {', '.join(few)}; " if few else ""
+    """Keys that look like `key`, other than the nearest, which is named already; empty where there are none."""
+    few = [each for each in nearest_few(key, known) if repr(each) not in nearest(key, known)]
+    return f"similar: {', '.join(few)}; " if few else ""
 
 
 def table() -> list[tuple[str, str]]:

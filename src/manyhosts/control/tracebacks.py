@@ -6,6 +6,7 @@ import re
 import traceback
 from pathlib import Path
 
+from manyhosts import own_frames
 from manyhosts.errors import plain_lines
 
 _OURS = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib._bootstrap>")
@@ -31,6 +32,13 @@ def text(error: BaseException) -> str:
     reported = traceback.TracebackException.from_exception(error)
     _strip(reported)
     return without_native_frames("".join(reported.format()).rstrip())
+
+
+def brief(error: BaseException) -> str:
+    """As `text`, with one line for the calls in manyhosts: what the terminal shows."""
+    reported = traceback.TracebackException.from_exception(error)
+    _strip(reported)
+    return without_native_frames(own_frames.brief(reported, others="this worker's log has them"))
 
 
 def summary(error: BaseException) -> str:

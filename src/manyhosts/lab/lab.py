@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from manyhosts.errors import ConfigError
@@ -83,15 +85,15 @@ def lab(
 
     `empty` are more folders, without the leading slash, that are every host's own and empty; `shown` are folders that
     hosts see as they are here, read-only, wherever they lie. `shared`, path → numbers of hosts from 0, is a disk that
-    these hosts have in common at that path, and the desk has not. Everything is gone when
-    the block ends, and also when this process is killed.
+    these hosts have in common at that path, and the desk has not. Everything is gone when the block ends, and when
+    this process is ended by SIGTERM or SIGHUP; where it is killed, `clean` removes the files, which the next lab does.
 
     Raises:
         ConfigError: this machine, or this user, cannot make one.
     """
     check(hosts, bandwidth)
     clean()
-    with ExitStack() as undo:
+    with _unwinding_when_ended(), ExitStack() as undo:
         folder = Folder()
         undo.callback(folder.remove)
         names = [f"{prefix}{number}" for number in range(1, hosts + 1)]
@@ -122,6 +124,28 @@ def lab(
         for host in made:
             host.wait_until_ready()
         yield Lab(folder, made[:-1], made[-1])
+
+
+@contextmanager
+def _unwinding_when_ended() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end the block as Ctrl-C does, where nothing else has been said about them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)  # one sender may send both, and several times
+        raise SystemExit(128 + number)
+
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def check(hosts: int, bandwidth: str) -> None:

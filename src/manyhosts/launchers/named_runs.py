@@ -26,7 +26,6 @@ METAVAR = "RUN"
 """How help calls an argument that is read by this file."""
 _RUNS = "runs"
 _HANDLE = Path("detached", "handle.json")
-_INTERRUPTED = Path("logs", "interrupted")
 _LOOK_S = 0.1
 _ENDS_WITHIN_S = 120.0
 _UNTRAINED = "no training is on record: the script ended before it, or has no mh.Trainer; its log says more"
@@ -113,14 +112,16 @@ def keep_interruption(run_dir: Path, *, interrupted: bool) -> None:
     """Remember that somebody ended the run in `run_dir`, or forget it: a script that has not trained has no record."""
     with contextlib.suppress(OSError):
         if interrupted:
-            (run_dir / _INTERRUPTED).touch()
+            if run_dir.is_dir():
+                RunDirectory(run_dir).logs.mkdir(exist_ok=True)  # it may have ended before there was a log
+            RunDirectory(run_dir).interruption.touch()
         else:
-            (run_dir / _INTERRUPTED).unlink(missing_ok=True)
+            RunDirectory(run_dir).interruption.unlink(missing_ok=True)
 
 
 def was_interrupted(run_dir: Path) -> bool:
     """Whether somebody ended the run in `run_dir`, as `keep_interruption` has it."""
-    return (run_dir / _INTERRUPTED).exists()
+    return RunDirectory(run_dir).interruption.exists()
 
 
 def handle_of(run_dir: Path) -> str:
@@ -211,12 +212,13 @@ class InTerminal:
         rests: dict[Path, str] = {}
         while True:
             is_last = not follow or not run_lock.goes_on(folder.parent)
-            for path in sorted(folder.glob("*.log")):
+            paths = sorted(folder.glob("*.log"))
+            for path in paths:
                 read = readers.setdefault(path, detached.growing(path))
                 *lines, rests[path] = (rests.get(path, "") + read()).split("\n")
                 if is_last and rests[path]:
                     lines.append(rests[path])
-                yield from (f"{path.stem}: {line}" if len(readers) > 1 else line for line in lines)
+                yield from (f"{path.stem}: {line}" if len(paths) > 1 else line for line in lines)
             if is_last:
                 return
             self._wait(_LOOK_S)

@@ -62,7 +62,7 @@ def workers(trials: Trials) -> Verdict:
     """The same losses, gradients and weights on any number of workers."""
     numbers, first = trials.asked.workers, trials.asked.workers[0]
     if len(numbers) == 1:
-        return Verdict(promise="workers", status="not judged", note="there is one number of workers to try")
+        return Verdict(promise="workers", status="not judged", note="--workers names one number: 1,2 would compare two")
     verdicts = [same(trials, "workers", Setup(workers=first), Setup(workers=count)) for count in numbers[1:]]
     return _worst(verdicts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
@@ -18,9 +19,25 @@ def run_directory(named: str | Path) -> RunDirectory:
     path = Path(named)
     directory = RunDirectory(path.absolute())
     if not directory.run_json.exists():
+        if (untrained := without_training(directory)) is not None:
+            raise untrained
         what = "there is no such folder" if not path.exists() else "there is no run.json in this folder"
         raise ConfigError(what, where=str(path), fix="give the directory of a run, such as runs/train-20260101-120000")
     return directory
+
+
+def without_training(directory: RunDirectory) -> ConfigError | None:
+    """What is known of a run that has logs and no record: it ended before training began. None where it has none."""
+    if not directory.logs.is_dir():
+        return None
+    if directory.interruption.exists():
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(directory.interruption.stat().st_mtime))
+        what = f"the run was interrupted before its first step, at {moment}: only what its workers printed is kept"
+        fix = f"start it again with the command that began it and --run-dir {directory.path}, or read the files in logs"
+    else:
+        what = "nothing but what the workers printed is on record here: no training by mh.Trainer began"
+        fix = "read the files in its folder logs: the script ended before it trained, or trains by other means"
+    return ConfigError(what, where=str(directory.path), fix=fix)
 
 
 def snapshot_of(directory: RunDirectory, snapshot: str | Path = "best") -> Path:

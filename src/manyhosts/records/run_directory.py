@@ -60,21 +60,28 @@ class RunDirectory:
 
     @classmethod
     def choose(cls, script: Path, variables: Mapping[str, str] | None = None) -> RunDirectory:
-        """What `MANYHOSTS_RUN_DIR` names, or else a new `runs/<script>-<time>` below the working directory."""
+        """What `MANYHOSTS_RUN_DIR` names, or else a new `runs/<script>-<time>` below the working directory.
+
+        Raises:
+            ConfigError: nothing can be made there.
+        """
         chosen = (os.environ if variables is None else variables).get(VARIABLE)
         if chosen:
             return cls(Path(chosen))
         base = Path("runs", f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        base.parent.mkdir(parents=True, exist_ok=True)
         count, path = 1, base
-        while True:
-            try:
-                path.mkdir()  # claims the name: two runs may start in the same second
-            except FileExistsError:
-                count += 1
-                path = base.with_name(f"{base.name}-{count}")
-            else:
-                return cls(path)
+        try:
+            base.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()  # claims the name: two runs may start in the same second
+                except FileExistsError:
+                    count += 1
+                    path = base.with_name(f"{base.name}-{count}")
+                else:
+                    return cls(path)
+        except OSError as cause:
+            raise _cannot_make(path.absolute(), cause) from cause
 
     @property
     def run_json(self) -> Path:
@@ -120,6 +127,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """The folder of what the workers printed."""
         return self.path / "logs"
+
+    @property
+    def interruption(self) -> Path:
+        """An empty file that is there where somebody ended the run: one that has not trained has no other record."""
+        return self.logs / "interrupted"
 
     def log(self, host: str, rank: int) -> Path:
         """What one worker printed."""
@@ -167,5 +179,5 @@ def _cannot_make(path: Path, cause: OSError) -> ConfigError:
     return ConfigError(
         f"cannot make the run directory: {cause.strerror or cause}",
         where=str(path),
-        fix="choose another with --run-dir DIR",
+        fix=f"choose another with --run-dir DIR, or {VARIABLE}=DIR where no launcher starts the script",
     )

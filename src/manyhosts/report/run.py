@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manyhosts.errors import ConfigError
 from manyhosts.records import metrics, run_lock
+from manyhosts.records.chosen_run import without_training
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import Story, Summary
@@ -106,14 +107,10 @@ def see_that_run(folder: Path) -> None:
     """
     directory = RunDirectory(folder)
     if not any(path.exists() for path in (directory.run_json, directory.metrics, folder / run_lock.NAME)):
+        if (untrained := without_training(directory)) is not None:
+            raise untrained
         fix = "give the directory of a run, such as runs/train-…, or a study's"
-        if not folder.exists():
-            what = "there is no such folder"
-        elif (folder / "logs").is_dir():
-            what = "nothing but what the workers printed is on record here: no training by mh.Trainer began"
-            fix = "read the files in its folder logs: the script ended before it trained, or trains by other means"
-        else:
-            what = "this folder holds neither a run nor a study"
+        what = "this folder holds neither a run nor a study" if folder.exists() else "there is no such folder"
         raise ConfigError(what, where=str(folder), fix=fix)
 
 

@@ -187,12 +187,10 @@ class Tuner:
         spent, given = self.spent(), self.kept.attribute("warned", [])
         ending = self._stop_s * len(self.under_way)  # else they would be ended before the last warning is due
         share = self.asked.budget.share(self._plus(spent, ending), len(self.kept.ended()))
-        for level in LEVELS:
-            mark = f"{self.asked.budget.text} {level}"
-            if share * 100 >= level and mark not in given:
-                given = [*given, mark]
-                self.kept.study.set_user_attr("warned", given)
-                self.alarm.give(level, self.asked.budget, spent)
+        marks = {f"{self.asked.budget.text} {level}": level for level in LEVELS if share * 100 >= level}
+        if due := [mark for mark in marks if mark not in given]:
+            self.kept.study.set_user_attr("warned", [*given, *due])
+            self.alarm.give(marks[due[-1]], self.asked.budget, spent)  # of several at once, the last says it
 
     # One trial.
 

@@ -50,6 +50,12 @@ def test_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.Captu
     assert "manyhosts: nothing can be written there: " in capsys.readouterr().err
 
 
+def test_name_of_a_script_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "train.py")]) == 2
+    assert "fix:   name a folder: `manyhosts init` writes train.py here" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--dry-run", str(tmp_path)]) == 0
     assert "mh.Trainer(" in capsys.readouterr().out

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_runs import make_run
 
 from manyhosts.cli.main import main
 from manyhosts.launchers import named_runs
+from manyhosts.report.run import read_run
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
@@ -51,6 +53,33 @@ def test_run_that_somebody_ended_before_it_trained_is_interrupted(
     assert told in capsys.readouterr().out
     named_runs.keep_interruption(run, interrupted=False)
     assert not named_runs.was_interrupted(run)
+
+
+def test_run_that_was_ended_before_there_was_a_log_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named_runs.keep_interruption(tmp_path, interrupted=True)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "cancelled · interrupted; no training is on record" in capsys.readouterr().out
+
+
+def test_cancelling_a_run_that_has_ended_shows_with_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path)
+    summary = read_run(tmp_path).summary
+    assert summary is not None
+    summary.write(tmp_path / "summary.json")
+    assert main(["cancel", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("it has ended before: done · why it completed · here,")
+
+
+def test_lines_of_several_workers_begin_with_the_name_of_their_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    for rank in (0, 1):
+        (tmp_path / "logs" / f"here-{rank}.log").write_text("one line\n")
+    assert main(["logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "here-0: one line\nhere-1: one line\n"
 
 
 def test_run_without_a_launcher_has_no_log_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

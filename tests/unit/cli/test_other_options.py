@@ -32,6 +32,25 @@ def test_option_of_other_programs_is_answered_with_ours(
     assert f"fix:   type: manyhosts run {meant}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "given", "meant"),
+    [
+        (["--gpus", "1", "--workers", "2", "train.py"], "--workers 2", "--workers 2 train.py"),
+        (["--workers=2", "--gpus=1", "train.py"], "--workers=2", "--workers=2 train.py"),
+        (
+            ["--epochs", "3", "--set", "duration=5 epochs", "train.py"],
+            "--set 'duration=5 epochs'",
+            "--set 'duration=5 epochs' train.py",
+        ),
+    ],
+)
+def test_option_of_other_programs_next_to_ours_is_left_out(
+    typed: list[str], given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *typed]) == 2
+    assert f"fix:   {given} is given already; type: manyhosts run {meant}\n" in capsys.readouterr().err
+
+
 def test_option_that_nobody_knows_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--colour", "train.py"]) == 2
     assert "such option --colour" in capsys.readouterr().err.replace("'", "").replace(":", "")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+import manyhosts
 from manyhosts.control import tracebacks
 
 NATIVE = [
@@ -118,3 +122,30 @@ def test_summary_names_the_module_of_errors_that_are_not_pythons() -> None:
     import subprocess
 
     assert tracebacks.summary(subprocess.SubprocessError("x")) == "subprocess.SubprocessError: x"
+
+
+OURS = "def inner(call): call()\ndef outer(call): inner(call)\ndef wrong(): inner(wrong_too)\ndef wrong_too(): 1 / 0"
+
+
+def test_calls_in_manyhosts_between_those_of_the_script_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log has all of them. Where the error was raised in ours, it shows them."""
+    ours: dict[str, Any] = {}
+    exec(compile(OURS, str(Path(manyhosts.__file__).parent / "training" / "loop.py"), "exec"), ours)
+
+    def of_the_script() -> None:
+        raise ValueError("theirs")
+
+    with pytest.raises(ValueError, match="theirs") as theirs:
+        ours["outer"](of_the_script)
+    full, brief = tracebacks.text(theirs.value), tracebacks.brief(theirs.value)
+    assert full.count("manyhosts/training/loop.py") == 2
+    assert "  … 2 calls in manyhosts; this worker's log has them\n" in brief
+    assert brief.count("File ") == full.count("File ") - 2
+    assert brief.endswith('raise ValueError("theirs")\nValueError: theirs')
+
+    with pytest.raises(ZeroDivisionError) as raised_in_ours:
+        ours["outer"](ours["wrong"])
+    assert tracebacks.brief(raised_in_ours.value) == tracebacks.text(raised_in_ours.value)
+
+    monkeypatch.setenv("MANYHOSTS_TRACE", "1")
+    assert tracebacks.brief(theirs.value) == full

@@ -35,6 +35,14 @@ def test_directory_is_named_after_script_and_time_and_never_shared(
         assert path.name.startswith("train-20")
 
 
+def test_new_directory_that_cannot_be_made_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("a file is in its place")
+    with pytest.raises(ConfigError, match="cannot make the run directory: ") as refused:
+        RunDirectory.choose(Path("train.py"), {})
+    assert "MANYHOSTS_RUN_DIR=DIR" in refused.value.fix
+
+
 def test_directory_is_made_with_its_parents(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "a" / "b").open_for(Path("train.py"))
     assert run.logs.is_dir()

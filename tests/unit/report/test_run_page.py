@@ -177,6 +177,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plain" / "logs").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"nothing but what the workers printed is on record here"):
         written(tmp_path / "plain")
+    RunDirectory(tmp_path / "plain").interruption.touch()
+    with pytest.raises(ConfigError, match=r"the run was interrupted before its first step, at \d{4}-") as interrupted:
+        written(tmp_path / "plain")
+    assert f"--run-dir {tmp_path / 'plain'}" in interrupted.value.fix
     make_run(tmp_path / "a")
     with pytest.raises(ConfigError, match="named twice"):
         written(tmp_path / "a", tmp_path / "a")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from manyhosts.cluster import reports
-from manyhosts.training.loop.training import StopSignals
+from manyhosts.training.loop.training import Progress, StopSignals, reached
+from manyhosts.units import Duration
 
 
 def test_first_signal_is_a_wish_and_its_echo_the_same_one() -> None:
@@ -84,3 +85,20 @@ def test_what_the_head_was_sent_is_the_reason(tmp_path: Path, monkeypatch: pytes
             signal.raise_signal(sent)
         stop_signals.hear(stop_signals.control_flags)
         assert stop_signals.granted == f"asked to stop by {reason}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "epochs", "reason"),
+    [
+        ("50 steps", 49, 4.9, ""),
+        ("50 steps", 50, 5.0, "all 50 steps done"),
+        ("50 steps", 150, 7.5, "150 steps done, 50 asked for"),
+        ("2 epochs", 40, 2.0, "all 2 epochs done"),
+        ("2 epochs", 150, 7.5, "7.5 epochs done, 2 asked for"),
+        ("1 epoch", 20, 1.0, "the epoch is done"),
+    ],
+)
+def test_run_that_has_trained_for_longer_than_asked_says_both(
+    limit: str, steps: int, epochs: float, reason: str
+) -> None:
+    assert reached(Duration.parse(limit), Progress(steps, epochs)) == reason

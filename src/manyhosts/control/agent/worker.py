@@ -201,7 +201,7 @@ def _account(error: BaseException) -> dict[str, Any]:
     if (reported := error if isinstance(error, ManyhostsError) else refusals.explained(error)) is not None:
         words = {"what": reported.what, "where": reported.where, "fix": reported.fix}
         account["words"] = {**words, "exit_code": reported.exit_code, "type": type(reported).__name__}
-    account["text"] = tracebacks.text(error)
+    account["text"], account["brief"] = tracebacks.text(error), tracebacks.brief(error)
     _write_error_file(account)
     put_in_by_script = str(getattr(sys.excepthook, "__module__", "")).partition(".")[0] not in ("sys", "torch")
     if put_in_by_script and not isinstance(error, ManyhostsError):

@@ -135,7 +135,7 @@ class Failure:
             return self.stack
         if self.error is None or self.error.get("words"):
             return ""
-        text = str(self.error.get("text", ""))
+        text = str(self.error.get("brief") or self.error.get("text", ""))
         if text and _EXCHANGE.search(str(self.error.get("summary", ""))):
             place = f"rank {self.rank} on host {self.host}"
             return f"manyhosts: an exchange between the workers failed; what PyTorch said of it in {place}:\n{text}"

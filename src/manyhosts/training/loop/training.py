@@ -47,8 +47,11 @@ class Progress:
 def reached(limit: Duration, progress: Progress) -> str:
     """Why a run of this duration is over at `progress`; empty while it is not."""
     if limit.steps is not None and progress.step >= limit.steps:
-        return f"all {limit.steps} steps done"
+        more = progress.step > limit.steps  # resumed with a shorter duration than the run has already trained
+        return f"{progress.step} steps done, {limit.steps} asked for" if more else f"all {limit.steps} steps done"
     if limit.epochs is not None and progress.epochs >= limit.epochs - _A_LITTLE:
+        if progress.epochs > limit.epochs + _A_LITTLE:
+            return f"{progress.epochs:.4g} epochs done, {limit.epochs:g} asked for"
         return f"all {limit.epochs:g} epochs done" if limit.epochs != 1 else "the epoch is done"
     if limit.seconds is not None and progress.seconds >= limit.seconds:
         return f"{seconds_in_words(limit.seconds)} are over"

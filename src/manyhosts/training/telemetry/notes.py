@@ -72,8 +72,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
     found += about_loss(parts, why_not_survive)
-    if is_resumed and (reached(loop.limit, loop.after_step.now()) or loop.state.ended):
-        why = loop.state.ended or f"{loop.state.step} steps are done, and {loop.limit} asked for"
+    if is_resumed and (why := loop.state.ended or reached(loop.limit, loop.after_step.now())):
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
 
@@ -95,7 +94,8 @@ def about_loss(parts: Parts, why_not_survive: str) -> list[str]:
 def about_batch(parts: Parts) -> list[str]:
     """That there are fewer samples than a batch has."""
     samples = getattr(getattr(parts.source, "order", None), "length", parts.batch)
-    few = f"the train set has {samples} samples, and a batch {parts.batch}: an epoch is one step of all of it"
+    count = "1 sample" if samples == 1 else f"{samples} samples"
+    few = f"the train set has {count}, and a batch {parts.batch}: an epoch is one step of all of it"
     return [few] if samples < parts.batch else []
 
 

@@ -46,6 +46,7 @@ from manyhosts.lab import Lab, lab
 from manyhosts.planner.interval import score, width_of
 from manyhosts.planner.predict import Prediction, predictions, ways
 from manyhosts.planner.recommend import recommend
+from manyhosts.planner.strategies.ddp import compared as compared_with_steps
 
 HERE = Path(__file__).parent
 SCRIPTS = ("held_out_train.py", "prediction_train.py")
@@ -146,7 +147,7 @@ class Compared:
 
 def predicted(plan: Line, link: str, workers: int) -> list[Prediction]:
     """Of so many workers by each way."""
-    measured, nodes = measured_of(plan), 1 if link == "host" else workers
+    measured, nodes = compared_with_steps(measured_of(plan), DDP()), 1 if link == "host" else workers
     asked = [way for way in ways(measured, DDP()) if way.strategy == "ddp" and way.compression in WAYS]
     return predictions(measured, machines_of(plan), [(nodes, workers // nodes)], asked)
 

@@ -170,6 +170,7 @@ class _Place:
                 within=within,
                 price=self.price,
                 hosts_per_machine=found.hosts_per_machine,
+                as_measured=True,
             )
         ]
 

@@ -19,16 +19,15 @@ from manyhosts.communication.probe import probe
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.measure import lines
-from manyhosts.measure.in_worker import machine
+from manyhosts.measure.in_worker import machine, real_steps
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, spread
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
 _FEWEST = 3
-_SHARE = 0.6
-_PROBE_S = 0.15
-"""Shares of the time: for passes, and for the network."""
+_SHARE, _STEPS_S, _PROBE_S = 0.25, 0.55, 0.15
+"""Shares of the time: for passes, for real steps, and for the network."""
 _LINGER_S = 0.3
 _OWNERS_TIMES = 5
 _SMALL_SUMS, _SMALL_COUNT = 20, 1 << 12
@@ -57,6 +56,10 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
     owners = owners_bandwidth(world, sum(each.nbytes for each in parts.trained.parameters()) // 2)
+    pass_s = world.agree(statistics.median(times))
+    steps = real_steps.measure(
+        passes, settings, samples=samples, pass_s=pass_s, network=network, seconds=_STEPS_S * seconds
+    )
     own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])
     all_times, spreads, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
     if world.is_leader:
@@ -73,6 +76,7 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
             spread=network.spread,
             processor_s_per_message=statistics.mean(of_message),
             processor_s_per_byte=statistics.mean(of_byte),
+            steps=steps,
             of_one_machine=max(Counter(names).values()),
         )
     world.barrier()

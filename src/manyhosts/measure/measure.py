@@ -154,12 +154,12 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         network = _network(said, senders=each)
         tried.append(
             Tried(
-                nodes=nodes, workers_per_node=each, hosts_per_machine=sharing, network=network, steps=said["steps"]
+                nodes=nodes, workers_per_node=each, hosts_per_machine=sharing, network=network, steps=said["steps"],
+                full_step_s=said["full_step_s"],
             )
         )  # fmt: skip
         if each > 1 or sharing > 1:
-            of_hosts_or_workers = contention if nodes == 1 else of_hosts
-            of_hosts_or_workers[each * sharing] = _slower(said, measured, at_once=each * sharing)
+            (contention if nodes == 1 else of_hosts)[each * sharing] = _slower(said, measured, at_once=each * sharing)
             spreads.append(said["pass_spread_s"] / said["pass_s"])
     measured = replace(
         measured,

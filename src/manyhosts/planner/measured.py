@@ -179,6 +179,10 @@ class Tried:
     between two steps. Of those that there was time for."""
     times: Mapping[str, float] = field(default_factory=dict)
     """Compression → how many times as long that is as its parts make it: see `planner.strategies.ddp.compared`."""
+    full_step_s: float = 0.0
+    """Of a step of the script's own with everything in it. 0: not timed, for no loader shares the cores with it."""
+    full_times: float = 0.0
+    """How many times as long that is as its parts make it. 0: not known."""
 
     @property
     def workers(self) -> int:

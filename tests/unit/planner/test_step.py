@@ -174,8 +174,9 @@ def test_other_numbers_of_workers_and_other_networks_are_as_many_times_longer_th
         longer = step_of("ddp", DDP(), twice, workers=workers, bytes_per_second=speed)
         assert longer.seconds - 0.01 == pytest.approx(2 * (plain.seconds - 0.01))
     assert step_of("ddp", DDP(), twice, workers=1) == step_of("ddp", DDP(), workers=1), "one exchanges nothing"
-    within = DataParallelModel(DDP()).step(twice, group(1, 2, bytes_per_second=1000))
-    assert within.seconds == pytest.approx(1.86), "workers of one host were not tried"
+    within = group(1, 2, bytes_per_second=1000)
+    model = DataParallelModel(DDP())
+    assert model.step(twice, within) == model.step(MEASURED, within), "workers of one host were not tried"
 
 
 def test_a_compression_that_was_not_timed_is_as_far_off_as_those_that_send_alike() -> None:
@@ -201,6 +202,10 @@ def test_loaders_fetch_on_while_a_step_takes_longer() -> None:
     before = step_of("ddp", DDP(), slow, bytes_per_second=1000)
     after = step_of("ddp", DDP(), tried({"none": 2.85}, measured=slow), bytes_per_second=1000)
     assert (before.data_wait, after.data_wait) == (pytest.approx(4 - 1.86), pytest.approx(4 - 2.86))
+    known = tried({"none": 2.85}, measured=slow).tried[0]
+    full = ddp.compared(replace(slow, tried=(replace(known, full_step_s=5.0),)), DDP())
+    assert step_of("ddp", DDP(), full, bytes_per_second=1000).seconds == pytest.approx(5.0)
+    assert step_of("ddp", DDP(), full, workers=4, bytes_per_second=1e9).seconds == pytest.approx(5.0 / 4 * 2)
 
 
 def test_compression_that_was_not_measured_is_refused_by_name() -> None:

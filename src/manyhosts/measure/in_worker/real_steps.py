@@ -56,6 +56,8 @@ def measure(
         left = world.agree(until - time.perf_counter()) / (len(names) - number)
         count = max(_FEWEST, min(_MOST, math.floor(left / warm_s)))
         found[name] = statistics.median(_timed(step) for _ in range(count))
+    if strategy.config.compression != names[0]:
+        strategy.settle_on(names[0])  # the loop may follow
     return found
 
 

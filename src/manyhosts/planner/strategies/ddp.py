@@ -34,18 +34,14 @@ class DataParallelModel:
         step, tried = self.of_parts(measured, group), nearest(measured.tried, group)
         if tried is None or group.workers == 1:
             return step
-        times = times_of(tried, measured, str(self.config.compression))
-        left_s, more_s = max(0.0, times * of_passes(step) - step.update), (times - 1) * of_passes(step)
+        left_s = max(0.0, times_of(tried, measured, str(self.config.compression)) * of_passes(step) - step.update)
         compute = min(step.compute, left_s)
         straggler = min(step.straggler, left_s - compute)
-        waits = step.data_wait > 0 and measured.loader_processes > 0
-        return replace(
-            step,
-            compute=compute,
-            straggler=straggler,
-            communication_exposed=left_s - compute - straggler,
-            data_wait=max(0.0, step.data_wait - more_s) if waits else step.data_wait,
-        )
+        exposed = left_s - compute - straggler
+        data_wait = step.data_wait
+        if data_wait and measured.loader_processes:  # they fetch while a step takes longer
+            data_wait = max(0.0, (tried.full_times or 1.0) * step.seconds - left_s - step.update - step.other)
+        return replace(step, compute=compute, straggler=straggler, communication_exposed=exposed, data_wait=data_wait)
 
     def of_parts(self, measured: Measured, group: Group) -> Step:
         """The step as it is put together from what was measured of its parts."""
@@ -97,18 +93,20 @@ def compared(measured: Measured, config: DDP) -> Measured:
     for the compression.
     """
 
-    def times(tried: Tried) -> dict[str, float]:
+    def with_times(tried: Tried) -> Tried:
         group = Group(
             nodes=tried.nodes, workers_per_node=tried.workers_per_node, between=tried.network, within=tried.network,
             hosts_per_machine=tried.hosts_per_machine,
         )  # fmt: skip
-        return {
-            name: seconds / of_passes(DataParallelModel(replace(config, compression=name)).of_parts(measured, group))
-            for name, seconds in tried.steps.items()
-            if name == "none" or name in measured.compression
+        steps = {
+            name: DataParallelModel(replace(config, compression=name)).of_parts(measured, group)
+            for name in ("none", *measured.compression)
         }
+        own = steps.get(str(config.compression), steps["none"])
+        times = {name: seconds / of_passes(steps[name]) for name, seconds in tried.steps.items() if name in steps}
+        return replace(tried, times=times, full_times=tried.full_step_s / own.seconds)
 
-    return replace(measured, tried=tuple(replace(each, times=times(each)) for each in measured.tried))
+    return replace(measured, tried=tuple(map(with_times, measured.tried)))
 
 
 def way_of(measured: Measured, compression: object) -> Compression:

@@ -382,6 +382,13 @@ def _measured_lines(plan: Plan) -> Iterable[str]:
         yield f"{workers} workers at once on this machine: each computes {times:.2f} times as long"
     for hosts, times in measured.contention_of_hosts.items():
         yield f"{hosts} hosts that are one machine: each worker computes {times:.2f} times as long"
+    for tried in measured.tried:
+        whose = f"{tried.nodes} hosts" if tried.nodes > 1 else f"{tried.workers} workers of this machine"
+        if tried.steps:
+            steps = ", ".join(f"{name} {_time(seconds)}" for name, seconds in tried.steps.items())
+            yield f"real steps of {whose}, without data: {steps}; other ways are reckoned from these and their parts"
+        elif measured.device == "cpu":
+            yield f"real steps of {whose}: there was no time for any, so they are reckoned from their parts"
     if measured.batch_norm_layers:
         yield (
             f"BatchNorm over the batch of all workers: {2 * measured.batch_norm_layers} exchanges in each pass over "

@@ -70,6 +70,10 @@ Path("after").touch()
     assert found.strategy["name"] == "ddp"
     assert facts.contention.keys() == {2}
     assert facts.contention[2] >= 1
+    [together] = facts.tried
+    assert (together.nodes, together.workers_per_node, together.network) == (1, 2, found.within)
+    assert together.steps.keys() >= {"none", "powersgd"}
+    assert all(0 < seconds < 10 for seconds in together.steps.values())
     assert found.within is not None
     assert 1e6 < found.within.bytes_per_second < 1e12
     assert 0 < found.within.processor_s_per_message < 1

@@ -26,6 +26,7 @@ from manyhosts.units import bytes_in_words, seconds_in_words
 
 if TYPE_CHECKING:
     from manyhosts.measure.measure import Asked, Found
+    from manyhosts.planner.measured import Measured
     from manyhosts.planner.plan import Plan
     from manyhosts.planner.predict import Prediction
 
@@ -48,7 +49,7 @@ _LEAST_S = 5.0
 @click.option(
     "--calibrate", metavar="STUDY", help="The folder of a study of SCRIPT: learn from it how far off this is."
 )
-@click.option("--seconds", type=float, default=20, show_default=True, metavar="S", help="How long to measure, about.")
+@click.option("--seconds", type=float, default=12, show_default=True, metavar="S", help="How long to measure, about.")
 @click.option(
     "--patience",
     type=float,
@@ -170,6 +171,7 @@ class _Place:
                 within=within,
                 price=self.price,
                 hosts_per_machine=found.hosts_per_machine,
+                as_measured=True,
             )
         ]
 
@@ -377,10 +379,7 @@ def _measured_lines(plan: Plan) -> Iterable[str]:
     processes = measured.loader_processes
     by = f"{processes} process{'es' * (processes > 1)}" if processes else "the worker itself"
     yield f"loader: {measured.loader_samples_per_second:,.0f} samples/s, by {by}"
-    for workers, times in measured.contention.items():
-        yield f"{workers} workers at once on this machine: each computes {times:.2f} times as long"
-    for hosts, times in measured.contention_of_hosts.items():
-        yield f"{hosts} hosts that are one machine: each worker computes {times:.2f} times as long"
+    yield from _at_once_lines(measured)
     if measured.batch_norm_layers:
         yield (
             f"BatchNorm over the batch of all workers: {2 * measured.batch_norm_layers} exchanges in each pass over "
@@ -400,6 +399,21 @@ def _measured_lines(plan: Plan) -> Iterable[str]:
             yield f"network within a machine{name}: {kind.within}"
         if kind.count > 1:
             yield f"network between machines{name}: {kind.between}"
+
+
+def _at_once_lines(measured: Measured) -> Iterable[str]:
+    """What workers that computed at the same time took from each other."""
+    for workers, times in measured.contention.items():
+        yield f"{workers} workers at once on this machine: each computes {times:.2f} times as long"
+    for hosts, times in measured.contention_of_hosts.items():
+        yield f"{hosts} hosts that are one machine: each worker computes {times:.2f} times as long"
+    for tried in measured.tried:
+        whose = f"{tried.nodes} hosts" if tried.nodes > 1 else f"{tried.workers} workers of this machine"
+        if tried.steps:
+            steps = ", ".join(f"{name} {_time(seconds)}" for name, seconds in tried.steps.items())
+            yield f"real steps of {whose}, without data: {steps}; other ways are reckoned from these and their parts"
+        elif measured.device == "cpu":
+            yield f"real steps of {whose}: there was no time for any, so they are reckoned from their parts"
 
 
 def _wrapped(sentences: Iterable[str]) -> list[str]:

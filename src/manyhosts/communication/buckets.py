@@ -150,8 +150,8 @@ class GradientBuckets(Buckets):
             packed=buffer[elements + len(group) :],
         )
 
-    def use(self, compressor: Compressor) -> None:
-        """From the next step on, send through `compressor`. Called by all workers, between two steps."""
+    def use(self, compressor: Compressor | None) -> None:
+        """From the next step on, send through `compressor`, or as they are. By all workers, between two steps."""
         self.compressor = compressor
         self._pack(self.packed_order)
 

@@ -17,7 +17,7 @@ from manyhosts.errors import ConfigError, LaunchError, ManyhostsError, ScriptErr
 from manyhosts.launchers import scripts
 from manyhosts.measure import lines
 from manyhosts.measure.request import Request
-from manyhosts.planner.measured import Measured, Network
+from manyhosts.planner.measured import Measured, Network, Tried
 from manyhosts.trials.forked import LocalTrialRunner
 from manyhosts.trials.runs import Signals, Trial
 
@@ -26,7 +26,7 @@ _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyh
 """Loaded once for all that is started."""
 SETTINGS = {"duration": "1000000000 steps", "snapshots.every": "1000000000 steps", "snapshots.to": "none"}
 """However short the training is, there are steps enough to time; and nothing is kept of them."""
-_TOGETHER_S = 5.0
+_TOGETHER_S = 4.0
 _FEWEST_ABLE, _FOR_A_CORE = 4, 2
 _MOST_TOGETHER = 3
 """Numbers of workers that are tried at once."""
@@ -143,29 +143,37 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     contention: dict[int, float] = {}
     spreads = [0.0]
     of_hosts: dict[int, float] = {}
-    within = across = None
-    sharing = 1
-    for count in _tried(asked, measured, reported["devices"]):
-        said = start(together, 1, count).of("together", asked.script)
-        contention[count] = _slower(said, measured, at_once=count)
-        spreads.append(said["pass_spread_s"] / said["pass_s"])
-        # What its workers share is what all of them send at once.
-        within = _network(said, senders=count)
-    if between and max(asked.nodes) > 1:
-        said = start(together, max(asked.nodes), 1).of("together", asked.script)
-        across = _network(said)
-        sharing = said["of_one_machine"]
-        if sharing > 1:
-            of_hosts[sharing] = _slower(said, measured, at_once=sharing)
+    tried: list[Tried] = []
+    sizes = [(1, count) for count in _tried(asked, measured, reported["devices"])]
+    # Two hosts are not four halves: what they share, cores and a switch, is shared by fewer.
+    sizes += [(nodes, 1) for nodes in sorted({2, max(asked.nodes)} & {*asked.nodes} - {1})] if between else []
+    for nodes, each in sizes:
+        said = start(together, nodes, each).of("together", asked.script)
+        sharing = 1 if nodes == 1 else int(said["of_one_machine"])
+        # What the workers of a machine share is what all of them send at once.
+        network = _network(said, senders=each)
+        tried.append(
+            Tried(
+                nodes=nodes, workers_per_node=each, hosts_per_machine=sharing, network=network, steps=said["steps"],
+                full_step_s=said["full_step_s"],
+            )
+        )  # fmt: skip
+        if each > 1 or sharing > 1:
+            (contention if nodes == 1 else of_hosts)[each * sharing] = _slower(said, measured, at_once=each * sharing)
             spreads.append(said["pass_spread_s"] / said["pass_s"])
     measured = replace(
         measured,
         contention={count: times for count, times in contention.items() if times},
         contention_of_hosts={count: times for count, times in of_hosts.items() if times},
         contention_spread=max(spreads),
+        tried=tuple(tried),
     )
     return Found(
-        measured=measured, strategy=reported["strategy"], within=within, between=across, hosts_per_machine=sharing
+        measured=measured,
+        strategy=reported["strategy"],
+        within=next((each.network for each in reversed(tried) if each.nodes == 1), None),
+        between=next((each.network for each in reversed(tried) if each.nodes > 1), None),
+        hosts_per_machine=max((each.hosts_per_machine for each in tried), default=1),
     )
 
 

@@ -51,6 +51,8 @@ class Machines:
     """How many of them are hosts of one and the same machine and share its cores: those of a lab, say."""
     price: float | None = None
     """Of one machine, an hour."""
+    as_measured: bool = False
+    """Whether it is those machines that workers were tried on."""
 
     def group(self, nodes: int, workers_per_node: int) -> Group:
         """Some of them."""

@@ -6,9 +6,11 @@ narrowest place: a machine's connection in one direction, or the memory that the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from manyhosts.planner.measured import Network
+from manyhosts.planner.measured import Network, Tried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,3 +112,19 @@ class Group:
             sends_inside = self.workers_per_node - (self.nodes > 1)
             seconds = max(seconds, sends_inside * passed_on / self.within.bytes_per_second)
         return rounds * (self.latency_s + seconds)
+
+
+def nearest(tried: Sequence[Tried], group: Group) -> Tried | None:
+    """The number of workers that was tried, on several machines or on one as those of `group` are, and is nearest."""
+    alike = [each for each in tried if (each.nodes > 1) == (group.nodes > 1)]
+    return min(alike, key=lambda each: abs(math.log(each.workers / group.workers)), default=None)
+
+
+def on_tried_networks(tried: Sequence[Tried], group: Group) -> Group:
+    """The same workers, on networks as they were seen to be with about so many: a switch and cores are shared."""
+    within, between = nearest(tried, group.inside()), nearest(tried, group.across())
+    return replace(
+        group,
+        within=group.within if within is None else within.network,
+        between=group.between if between is None or group.nodes == 1 else between.network,
+    )

@@ -165,6 +165,32 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """Several workers at once, as many as will train, for some seconds."""
+
+    nodes: int
+    workers_per_node: int
+    hosts_per_machine: int = 1
+    """See `Group`."""
+    network: Network
+    """Between them."""
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """Compression → seconds of a real step of theirs, from its passes to its update: without its samples and what is
+    between two steps. Of those that there was time for."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Compression → how many times as long that is as its parts make it: see `planner.strategies.ddp.compared`."""
+    full_step_s: float = 0.0
+    """Of a step of the script's own with everything in it. 0: not timed, for no loader shares the cores with it."""
+    full_times: float = 0.0
+    """How many times as long that is as its parts make it. 0: not known."""
+
+    @property
+    def workers(self) -> int:
+        """All of them."""
+        return self.nodes * self.workers_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """One training, as one worker of it showed it."""
 
@@ -245,6 +271,8 @@ class Measured:
     shared with others by its share. 0: not known, or of a device whose host computes meanwhile."""
     compression: Mapping[str, Compression] = field(default_factory=dict)
     """By name; `none` needs no entry."""
+    tried: tuple[Tried, ...] = ()
+    """What several workers at once took, and carried, in each number of them that was tried."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhosts.config.strategies import BY_NAME, Strategy
+from manyhosts.config.strategies import BY_NAME, DDP, Strategy
 from manyhosts.planner import calibrate
 from manyhosts.planner.calibrate import Calibration
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.predict import Prediction, predictions, ways
 from manyhosts.planner.recommend import Recommendation, recommend
+from manyhosts.planner.strategies.ddp import compared
 from manyhosts.records.atomic_file import read_json
 
 
@@ -55,6 +56,7 @@ def make(
     Raises:
         ConfigError: nothing fits, or the study cannot be used.
     """
+    measured = compared(measured, strategy if isinstance(strategy, DDP) else DDP())
     asked = ways(measured, strategy)
     found = None
     if study is not None:

@@ -12,7 +12,7 @@ from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import DDP, Single, Strategy, cutting, of_same_samples
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.compute import batch_of, slowdown
-from manyhosts.planner.group import Group
+from manyhosts.planner.group import Group, on_tried_networks
 from manyhosts.planner.interval import interval, uncertain
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.memory import Memory
@@ -165,6 +165,8 @@ def predictions(
     found = []
     for nodes, each in sizes:
         group = machines.group(nodes, each)
+        if machines.as_measured:
+            group = on_tried_networks(measured.tried, group)
         alone = [way for way in asked if way.strategy == VIRTUAL] or [_way(Single())]
         for way in alone if group.workers == 1 else asked:
             if way.most is not None and group.workers > way.most:

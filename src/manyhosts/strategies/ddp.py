@@ -120,7 +120,7 @@ class DataParallel(UncutModel):
         """Take up what `shared_state` gave on another worker."""
         self._unfreeze(state["unfrozen"])
         if self.stopwatch is not None and state["chosen"]:
-            self._settle_on(state["chosen"])
+            self.settle_on(state["chosen"])
         self.steps = state["steps"]
         if self.buckets is not None and self.buckets.compressor is not None:
             self.buckets.compressor.confirm()
@@ -140,7 +140,7 @@ class DataParallel(UncutModel):
         if self.asked == "auto":
             chosen = max(gather_words(self.world, self._chosen()))  # one name, or none
             if self.stopwatch is not None and chosen:
-                self._settle_on(chosen)
+                self.settle_on(chosen)
             elif self.stopwatch is not None:
                 self.stopwatch.times.clear()  # of other workers than those of now
         for buckets in (self.buckets, *self.more):
@@ -227,7 +227,7 @@ class DataParallel(UncutModel):
         if watch is not None and watch.enough:
             choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
             self._tell(choice)
-            self._settle_on(choice.name)
+            self.settle_on(choice.name)
         elif watch is not None:
             watch.begin()
         if buckets.compressor is None:
@@ -290,13 +290,16 @@ class DataParallel(UncutModel):
             )
         )
 
-    def _settle_on(self, name: str) -> None:
-        """What `auto` means from now on."""
+    def settle_on(self, name: str) -> None:
+        """Send gradients by the compression of this name from the next step on: what `auto` means, say. All workers
+        call this.
+        """
         assert self.buckets is not None, "place() comes before a choice"
+        self.let_go()
         self.stopwatch = None
         self.config = replace(self.config, compression=name)
         compressor = self._compressor(self.buckets.parameters)
-        if compressor is not None:
+        if compressor is not None or self.buckets.compressor is not None:
             self.buckets.use(compressor)
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
@@ -323,7 +326,7 @@ class DataParallel(UncutModel):
         chosen = states[0].get("chosen", "") if states else ""
         self._unfreeze(states[0].get("unfrozen", ()) if states else ())
         if self.stopwatch is not None and chosen:
-            self._settle_on(chosen)
+            self.settle_on(chosen)
         if self.buckets is None or self.buckets.compressor is None:
             return
         self.steps = max((state.get("steps", 0) for state in states), default=0)

@@ -17,7 +17,7 @@ from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import DDP
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.planner.interval import past
-from manyhosts.planner.measured import Compression, Network
+from manyhosts.planner.measured import Compression, Network, Tried
 from manyhosts.planner.plan import Plan, make, strategy_of
 
 SLOW = Network(latency_s=1e-3, bytes_per_second=2000.0)
@@ -75,6 +75,14 @@ def test_its_own_past_stands_at_the_head_and_a_range_beside_each_step() -> None:
     low, high = plan.predictions[0].step_range
     assert f"{low:.2g}-{high:.2g} s" in text
     assert max(high, low) < 10, "two digits are as they are printed"
+
+
+def test_real_steps_that_were_timed_are_shown_and_where_there_was_no_time_it_is_said() -> None:
+    steps = {2: {"none": 0.0123, "powersgd": 0.5}, 8: {}}
+    tried = tuple(Tried(nodes=nodes, workers_per_node=1, network=SLOW, steps=each) for nodes, each in steps.items())
+    text = " ".join(shown(make(replace(MEASURED, tried=tried), [machines(8, network=SLOW)])).split())
+    assert "real steps of 2 hosts, without data: none 12.3 ms, powersgd 500 ms;" in text
+    assert "real steps of 8 hosts: there was no time for any" in text
 
 
 def test_ways_that_there_was_no_time_to_measure_are_named() -> None:

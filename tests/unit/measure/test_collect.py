@@ -37,6 +37,7 @@ class Hosts:
             "bandwidth": 1000.0, "owners_bandwidth": 800.0,
             "of_one_machine": self.sharing, "pass_spread_s": 0.2 * self.pass_s, "spread": 0.05,
             "processor_s_per_message": 0.01, "processor_s_per_byte": 1e-9,
+            "steps": {"none": float(nodes * workers_per_node)}, "full_step_s": 7.0,
         }  # fmt: skip
         reported.by_kind["together"] = said
         return reported
@@ -77,6 +78,16 @@ def test_hosts_of_their_own_share_nothing() -> None:
     found = collect(asked(), Hosts(1, 2 * ALONE_S), between=True)
     assert found.hosts_per_machine == 1
     assert not found.measured.contention_of_hosts
+
+
+def test_every_number_of_workers_that_was_tried_keeps_its_own_network_and_steps() -> None:
+    found = collect(replace(asked(workers_per_node=(1, 2)), nodes=(1, 2, 3, 4)), Hosts(2, 2 * ALONE_S), between=True)
+    assert [(each.nodes, each.workers_per_node, each.hosts_per_machine) for each in found.measured.tried] == [
+        (1, 2, 1), (2, 1, 2), (4, 1, 2)
+    ]  # fmt: skip
+    assert [each.steps for each in found.measured.tried] == [{"none": 2.0}, {"none": 2.0}, {"none": 4.0}]
+    assert [each.network for each in found.measured.tried[:2]] == [found.within, found.between]
+    assert found.within != found.between, "two workers of a host share what both send"
 
 
 def test_several_workers_of_a_host_are_no_hosts_of_one_machine() -> None:

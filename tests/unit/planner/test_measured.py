@@ -11,11 +11,13 @@ import pytest
 from measured_training import MEASURED
 
 from manyhosts.errors import ConfigError
-from manyhosts.planner.measured import Measured, Network
+from manyhosts.planner.measured import Measured, Network, Tried
 
 
 def test_what_was_measured_comes_back_from_json_as_it_was() -> None:
-    more = replace(MEASURED, contention={2: 1.5}, contention_of_hosts={4: 1.25}, loader_processor_s=0.5)
+    network = Network(latency_s=1e-3, bytes_per_second=1e6)
+    tried = Tried(nodes=2, workers_per_node=1, network=network, steps={"none": 0.5}, times={"none": 1.25})
+    more = replace(MEASURED, contention={2: 1.5}, contention_of_hosts={4: 1.25}, tried=(tried,), loader_processor_s=0.5)
     for each in (MEASURED, more):
         assert Measured.from_json(json.loads(json.dumps(each.to_json(), allow_nan=False))) == each
 

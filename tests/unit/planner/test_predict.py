@@ -11,7 +11,7 @@ from measured_training import MEASURED, group, machines
 
 from manyhosts.config.local_steps import LocalSGD
 from manyhosts.config.strategies import DDP, Single
-from manyhosts.planner.measured import Network
+from manyhosts.planner.measured import Network, Tried
 from manyhosts.planner.predict import epoch_seconds, predictions, validation_seconds, ways
 from manyhosts.planner.strategies.strategy import STRATEGIES
 from manyhosts.training.evaluation.dataset_forward import number_of_parts
@@ -51,6 +51,25 @@ def test_every_strategy_and_compression_is_predicted_and_one_worker_has_one_way(
         "workers", "nodes", "strategy", "compression", "step_seconds", "epoch_seconds", "efficiency",
         "communication_exposed", "memory_bytes", "price", "fits",
     } <= found[0].to_json().keys()  # fmt: skip
+
+
+def test_each_number_of_machines_is_predicted_on_the_network_that_it_was_seen_to_have() -> None:
+    by_size = {
+        nodes: Tried(nodes=nodes, workers_per_node=1, network=Network(latency_s=0.0, bytes_per_second=speed))
+        for nodes, speed in ((2, 1000.0), (8, 125.0))
+    }
+    measured = replace(MEASURED, tried=tuple(by_size.values()))
+    sizes = [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1)]
+    known = replace(machines(8), as_measured=True)
+    plain = ways(MEASURED)[:1]
+    for each in predictions(measured, known, sizes, plain)[1:]:
+        network = by_size[2 if each.workers < 4 else 8].network
+        [alone] = predictions(MEASURED, machines(8, network=network), [(each.nodes, 1)], plain)
+        assert each.step == alone.step
+    in_catalog = predictions(measured, machines(8), sizes, plain)
+    assert [each.step for each in in_catalog] == [
+        each.step for each in predictions(MEASURED, machines(8), sizes, plain)
+    ]
 
 
 def test_virtual_workers_have_one_way_and_no_more_workers_than_parts() -> None:

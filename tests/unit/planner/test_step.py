@@ -16,11 +16,12 @@ from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.config.strategies import DDP
 from manyhosts.errors import ConfigError
 from manyhosts.planner import compute
-from manyhosts.planner.measured import Bucket, Compression, Compute, Measured, Network
+from manyhosts.planner.measured import Bucket, Compression, Compute, Measured, Network, Tried
 from manyhosts.planner.predict import FEWEST_PARTS, MOST_PARTS, ways
 from manyhosts.planner.slowest import expected_largest
 from manyhosts.planner.step import Step, timeline
 from manyhosts.planner.strategies import ddp, local_sgd, virtual
+from manyhosts.planner.strategies.ddp import DataParallelModel
 from manyhosts.planner.strategies.diloco import DiLoCoModel, taken_from_passes
 from manyhosts.planner.strategies.strategy import STRATEGIES
 from manyhosts.strategies import local_updates
@@ -148,6 +149,63 @@ def test_workers_of_hosts_that_are_one_machine_share_its_cores() -> None:
     assert compute.crowding(measured, lab) == 2
     assert compute.crowding(replace(measured, device="cuda"), lab) == 1
     assert compute.crowding(measured, group(4)) == 1
+
+
+def tried(steps: dict[str, float], *, nodes: int = 2, measured: Measured = MEASURED) -> Measured:
+    """What was measured, and real steps of so many hosts behind cables that carry 1000 bytes a second."""
+    network = Network(latency_s=0.0, bytes_per_second=1000.0)
+    known = Tried(nodes=nodes, workers_per_node=1, network=network, steps=steps)
+    return ddp.compared(replace(measured, tried=(known,)), DDP())
+
+
+def test_a_step_is_as_long_as_a_real_one_of_as_many_workers_took() -> None:
+    step = step_of("ddp", DDP(), tried({"none": 3.7}), bytes_per_second=1000)
+    # By its parts 1.2 + 0.6 + 0.05 s, as above: what is not in them is waiting for exchanges. A step is more than that.
+    assert step.communication_exposed == pytest.approx(0.6 + 3.7 - 1.85)
+    assert step.seconds == pytest.approx(3.7 + 0.01)
+    quicker = step_of("ddp", DDP(), tried({"none": 1.5}), bytes_per_second=1000)
+    assert quicker.seconds == pytest.approx(1.5 + 0.01)
+
+
+def test_other_numbers_of_workers_and_other_networks_are_as_many_times_longer_than_their_parts() -> None:
+    twice = tried({"none": 2 * 1.85})
+    for workers, speed in ((4, 1000.0), (2, 250.0), (8, 1e9)):
+        plain = step_of("ddp", DDP(), workers=workers, bytes_per_second=speed)
+        longer = step_of("ddp", DDP(), twice, workers=workers, bytes_per_second=speed)
+        assert longer.seconds - 0.01 == pytest.approx(2 * (plain.seconds - 0.01))
+    assert step_of("ddp", DDP(), twice, workers=1) == step_of("ddp", DDP(), workers=1), "one exchanges nothing"
+    within = group(1, 2, bytes_per_second=1000)
+    model = DataParallelModel(DDP())
+    assert model.step(twice, within) == model.step(MEASURED, within), "workers of one host were not tried"
+
+
+def test_a_compression_that_was_not_timed_is_as_far_off_as_those_that_send_alike() -> None:
+    own = Compression(arithmetic_s=0.0, reduced_bytes=500, gathered_bytes=0, exchanges=2, through_owners=True)
+    ring = replace(own, through_owners=False)
+    both = replace(MEASURED, compression={"bf16": own, "fp16": own, "powersgd": ring, "topk": ring})
+    by_parts = ddp.of_passes(step_of("ddp", DDP(compression="bf16"), both, bytes_per_second=1000))
+    found = tried({"bf16": 3 * by_parts, "none": 1.85}, measured=both)
+    assert ddp.times_of(found.tried[0], found, "fp16") == pytest.approx(3)
+    assert ddp.times_of(found.tried[0], found, "none") == pytest.approx(1)
+    assert ddp.times_of(found.tried[0], found, "powersgd") == 1
+
+
+def test_what_is_made_worse_is_still_seen_in_a_step_that_was_timed() -> None:
+    known, network = tried({"none": 3.7}), group(2, bytes_per_second=1000)
+    model = DataParallelModel(DDP())
+    assert model.step(known.slower(compute=1.1), network).seconds > 1.05 * model.step(known, network).seconds
+    assert model.step(known, network.slower(1.5)).seconds > 1.05 * model.step(known, network).seconds
+
+
+def test_loaders_fetch_on_while_a_step_takes_longer() -> None:
+    slow = replace(MEASURED, loader_samples_per_second=1.0, loader_processor_s=0.0)
+    before = step_of("ddp", DDP(), slow, bytes_per_second=1000)
+    after = step_of("ddp", DDP(), tried({"none": 2.85}, measured=slow), bytes_per_second=1000)
+    assert (before.data_wait, after.data_wait) == (pytest.approx(4 - 1.86), pytest.approx(4 - 2.86))
+    known = tried({"none": 2.85}, measured=slow).tried[0]
+    full = ddp.compared(replace(slow, tried=(replace(known, full_step_s=5.0),)), DDP())
+    assert step_of("ddp", DDP(), full, bytes_per_second=1000).seconds == pytest.approx(5.0)
+    assert step_of("ddp", DDP(), full, workers=4, bytes_per_second=1e9).seconds == pytest.approx(5.0 / 4 * 2)
 
 
 def test_compression_that_was_not_measured_is_refused_by_name() -> None:

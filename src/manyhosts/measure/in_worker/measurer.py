@@ -68,6 +68,9 @@ class Measurer(Watcher):
         self.until = 0.0
         self.marks: list[dict[str, float]] = []
         """Of each step that was taken in the end, when it came to each place."""
+        self.together: dict[str, Any] = {}
+        """What several workers found, and the steps of theirs that follow."""
+        self.full_steps: several_workers.FullSteps | None = None
 
     def made(self, model: nn.Module) -> None:
         """There is a trainer."""
@@ -83,8 +86,12 @@ class Measurer(Watcher):
         self.guard.come()
         check_planned(settings.strategy, settings.mesh)
         if self.request.together:
-            several_workers.measure(parts, settings, state, self.request.seconds)
-            leave()
+            self.together = several_workers.measure(parts, settings, state, self.request.seconds)
+            if not getattr(getattr(parts.source, "loader", None), "processes", 0) or not self.together["steps"]:
+                several_workers.tell(parts.world, self.together)
+                leave()
+            self.full_steps = several_workers.FullSteps(parts.world)
+            return
         self.timed = Passes(parts, Batches(parts, state))
         self._measure(self.timed, parts, settings, state)
         self.timed.batches.forget()
@@ -103,6 +110,11 @@ class Measurer(Watcher):
 
     def steps(self, step: int) -> None:
         """Note when; after some steps, tell what was found, and end."""
+        if self.full_steps is not None:
+            if self.full_steps.are_over():
+                several_workers.tell(self.full_steps.world, {**self.together, "full_step_s": self.full_steps.seconds})
+                leave()
+            return
         self.marks[-1]["updated"] = time.perf_counter()
         count = len(self.marks)
         if count < _FEWEST_STEPS or (count < _MOST_STEPS and time.perf_counter() < self.until):

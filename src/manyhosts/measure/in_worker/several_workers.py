@@ -7,6 +7,8 @@ import math
 import statistics
 import time
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,16 +21,18 @@ from manyhosts.communication.probe import probe
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.measure import lines
-from manyhosts.measure.in_worker import machine
+from manyhosts.measure.in_worker import machine, real_steps
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, spread
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
 _FEWEST = 3
-_SHARE = 0.6
-_PROBE_S = 0.15
-"""Shares of the time: for passes, and for the network."""
+_SETTLE, _MOST, _FULL_S = 5, 15, 1.5
+"""Steps of the loop that do not count, for loaders begin with nothing and the loop looks at its first steps; then the
+most that do, and the seconds that they may take."""
+_SHARE, _STEPS_S, _PROBE_S = 0.25, 0.55, 0.15
+"""Shares of the time: for passes, for real steps, and for the network."""
 _LINGER_S = 0.3
 _OWNERS_TIMES = 5
 _SMALL_SUMS, _SMALL_COUNT = 20, 1 << 12
@@ -37,8 +41,8 @@ _LARGE_SUMS, _LARGE_COUNT = 5, 1 << 19
 a worker that has no part of a sum is sent no message."""
 
 
-def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -> None:
-    """Compute at the same time as the others, then talk to them; the leader tells both."""
+def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -> dict[str, Any]:
+    """Compute at the same time as the others, then talk to them, then do both. Returns what the leader tells of it."""
     world = parts.world
     batches = Batches(parts, state)
     grows = settings.batch_size is None
@@ -57,24 +61,57 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
     owners = owners_bandwidth(world, sum(each.nbytes for each in parts.trained.parameters()) // 2)
+    pass_s = world.agree(statistics.median(times))
+    steps = real_steps.measure(
+        passes, settings, samples=samples, pass_s=pass_s, network=network, seconds=_STEPS_S * seconds
+    )
     own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])
     all_times, spreads, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
+    return {
+        "workers": world.size,
+        "samples": samples,
+        "pass_s": statistics.mean(all_times),
+        "pass_spread_s": math.hypot(statistics.mean(spreads), statistics.pstdev(all_times)),
+        "latency_s": network.latency_s / (2 * (world.size - 1)),  # messages, one after another in a ring
+        "bandwidth": network.bandwidth,
+        "owners_bandwidth": owners,
+        "spread": network.spread,
+        "processor_s_per_message": statistics.mean(of_message),
+        "processor_s_per_byte": statistics.mean(of_byte),
+        "of_one_machine": max(Counter(names).values()),
+        "steps": steps,
+        "full_step_s": 0.0,
+    }
+
+
+class FullSteps:
+    """The steps that the loop takes after that, with everything in them: loaders share the cores with them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ends: list[float] = []
+        self.count = _SETTLE + 1
+        """After which it is known how many there is time for."""
+
+    def are_over(self) -> bool:
+        """Note that a step has ended. Whether it was the last one; all workers are told the same."""
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == self.count == _SETTLE + 1:
+            usual = self.world.agree((self.ends[-1] - self.ends[1]) / (len(self.ends) - 2))
+            self.count += max(_FEWEST, min(_MOST, math.floor(_FULL_S / max(usual, 1e-6))))
+        return len(self.ends) >= self.count
+
+    @property
+    def seconds(self) -> float:
+        """Of one of them: the mean, for some wait for a batch, and the next ones find several."""
+        settled = self.ends[_SETTLE:]
+        return (settled[-1] - settled[0]) / (len(settled) - 1)
+
+
+def tell(world: World, said: Mapping[str, Any]) -> None:
+    """Have the leader tell what was found, and stay until all have what they wait for."""
     if world.is_leader:
-        messages = 2 * (world.size - 1)  # one after another in a ring
-        lines.tell(
-            "together",
-            workers=world.size,
-            samples=samples,
-            pass_s=statistics.mean(all_times),
-            pass_spread_s=math.hypot(statistics.mean(spreads), statistics.pstdev(all_times)),
-            latency_s=network.latency_s / messages,
-            bandwidth=network.bandwidth,
-            owners_bandwidth=owners,
-            spread=network.spread,
-            processor_s_per_message=statistics.mean(of_message),
-            processor_s_per_byte=statistics.mean(of_byte),
-            of_one_machine=max(Counter(names).values()),
-        )
+        lines.tell("together", **said)
     world.barrier()
     time.sleep(_LINGER_S)  # who ends first would break what the others still read
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 
 from manyhosts.config.strategies import DDP, Single
 from manyhosts.errors import ConfigError
-from manyhosts.planner.group import Group
-from manyhosts.planner.measured import Bucket, Compression, Measured
+from manyhosts.planner.group import Group, nearest
+from manyhosts.planner.measured import Bucket, Compression, Measured, Tried
 from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer
 from manyhosts.planner.step import Step, Timeline, assemble, exposed_after, timeline
@@ -28,7 +30,21 @@ class DataParallelModel:
         self.config = config
 
     def step(self, measured: Measured, group: Group) -> Step:
-        """See `StrategyModel`."""
+        """See `StrategyModel`. Where real steps of about so many workers were timed, as much longer as those were."""
+        step, tried = self.of_parts(measured, group), nearest(measured.tried, group)
+        if tried is None or group.workers == 1:
+            return step
+        left_s = max(0.0, times_of(tried, measured, str(self.config.compression)) * of_passes(step) - step.update)
+        compute = min(step.compute, left_s)
+        straggler = min(step.straggler, left_s - compute)
+        exposed = left_s - compute - straggler
+        data_wait = step.data_wait
+        if data_wait and measured.loader_processes:  # they fetch while a step takes longer
+            data_wait = max(0.0, (tried.full_times or 1.0) * step.seconds - left_s - step.update - step.other)
+        return replace(step, compute=compute, straggler=straggler, communication_exposed=exposed, data_wait=data_wait)
+
+    def of_parts(self, measured: Measured, group: Group) -> Step:
+        """The step as it is put together from what was measured of its parts."""
         lines = timeline(measured, group)
         if group.workers == 1:
             return assemble(measured, group, lines, exposed=0.0)
@@ -49,6 +65,48 @@ class DataParallelModel:
         keeps = self.config.compression != "none" and self.config.error_feedback and group.workers > 1
         kept = 2 * measured.gradient_bytes if keeps else 0
         return uncut(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+
+
+def of_passes(step: Step) -> float:
+    """Seconds of a step from its passes to its update."""
+    return step.compute + step.straggler + step.communication_exposed + step.update
+
+
+def times_of(tried: Tried, measured: Measured, compression: str) -> float:
+    """How many times as long as its parts a real step with this compression took.
+
+    One that was not timed is as far off as those that send in the same way, through owners or not; 1 where there are
+    none.
+    """
+    if compression in tried.times or compression not in measured.compression:
+        return tried.times.get(compression, 1.0)
+    own = measured.compression[compression].through_owners
+    alike = [
+        times for name, times in tried.times.items()
+        if name in measured.compression and measured.compression[name].through_owners == own
+    ]  # fmt: skip
+    return statistics.median(alike) if alike else 1.0
+
+
+def compared(measured: Measured, config: DDP) -> Measured:
+    """The same, with how many times as long the real steps that were timed took as their parts. `config`: theirs, but
+    for the compression.
+    """
+
+    def with_times(tried: Tried) -> Tried:
+        group = Group(
+            nodes=tried.nodes, workers_per_node=tried.workers_per_node, between=tried.network, within=tried.network,
+            hosts_per_machine=tried.hosts_per_machine,
+        )  # fmt: skip
+        steps = {
+            name: DataParallelModel(replace(config, compression=name)).of_parts(measured, group)
+            for name in ("none", *measured.compression)
+        }
+        own = steps.get(str(config.compression), steps["none"])
+        times = {name: seconds / of_passes(steps[name]) for name, seconds in tried.steps.items() if name in steps}
+        return replace(tried, times=times, full_times=tried.full_step_s / own.seconds)
+
+    return replace(measured, tried=tuple(map(with_times, measured.tried)))
 
 
 def way_of(measured: Measured, compression: object) -> Compression:

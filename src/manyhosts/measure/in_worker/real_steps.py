@@ -1,0 +1,87 @@
+"""Real steps of several workers at once, from the passes to the update, gradients sent in one way after another.
+
+What their parts say of them leaves out what only shows when all of it happens at once: threads that wait for cores,
+memory that is got again in each step, workers that wait for each other in the midst of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+from manyhosts.communication import volume
+from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.communication.probe import Network
+from manyhosts.communication.shared_norm import acting
+from manyhosts.config.settings import Settings
+from manyhosts.measure.in_worker.passes import Passes
+from manyhosts.strategies.ddp import DataParallel
+from manyhosts.strategies.strategy import Piece
+
+WAYS = ("powersgd", "none", "bf16", "topk")
+"""In this order, after the script's own, as far as there is time. Others send as one of these does."""
+_WARM, _FEWEST, _MOST = 2, 2, 12
+"""Steps of each way that are not timed, in which memory is got and the order of gradients found; and those that are."""
+
+
+def measure(
+    passes: Passes, settings: Settings, *, samples: int, pass_s: float, network: Network, seconds: float
+) -> dict[str, float]:
+    """Compression → seconds of a step of `samples` samples of each worker, whose passes take `pass_s` seconds.
+
+    All workers call this. A way is left out whose steps `seconds` are too few for, by what `network` carries, and all
+    are where gradients are not summed in each step, or on a device that the host does not wait for.
+    """
+    parts, strategy = passes.parts, passes.parts.strategy
+    world = parts.world
+    if not isinstance(strategy, DataParallel) or world.device.type != "cpu" or settings.virtual_workers is not None:
+        return {}
+    sent = volume.all_reduce_bytes(sum(each.nbytes for each in parts.trained.parameters()), world.size)
+    shares = {"none": network.seconds(sent), "bf16": network.seconds(sent / 2)}
+    own = strategy.config.compression
+    names = list(dict.fromkeys([own if isinstance(own, str) and own != "auto" else "none", *WAYS]))
+    step, until = step_of(passes, settings, samples), time.perf_counter() + seconds
+    for group in parts.optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.0
+    found = {}
+    for number, name in enumerate(names):
+        left = world.agree(until - time.perf_counter())
+        if (_WARM + _FEWEST) * (pass_s + shares.get(name, 0.0)) > left:
+            continue
+        if name != strategy.config.compression:
+            strategy.settle_on(name)
+        warm_s = world.agree(min(_timed(step) for _ in range(_WARM)))
+        left = world.agree(until - time.perf_counter()) / (len(names) - number)
+        count = max(_FEWEST, min(_MOST, math.floor(left / warm_s)))
+        found[name] = statistics.median(_timed(step) for _ in range(count))
+    if strategy.config.compression != names[0]:
+        strategy.settle_on(names[0])  # the loop may follow
+    return found
+
+
+def step_of(passes: Passes, settings: Settings, samples: int) -> Callable[[], None]:
+    """What takes a step, as the loop does: passes over as many samples as a worker has, sums, clipping, the update."""
+    parts, batch = passes.parts, passes.batches.of(samples)
+    share = parts.batch if settings.batch_size is None else -(-parts.batch // parts.world.size)
+    count = max(1, round(share / samples))
+    piece = Piece(bring=lambda: batch, samples=samples, weight=1 / (count * parts.world.size), address=(0, 0, 0))
+
+    def step() -> None:
+        if isinstance(parts.batch_norm, GlobalBatch):
+            parts.batch_norm.begin_step(count * samples * parts.world.size)
+        with acting(parts.batch_norm):
+            parts.strategy.forward_backward(parts.trained, [piece] * count, parts.compute, parts.precision.scale, [0.0])
+        if settings.clip_gradients is not None:
+            parts.precision.unscale(parts.optimizer)
+            parts.strategy.clip_gradients(parts.trained, settings.clip_gradients)
+        parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
+
+    return step
+
+
+def _timed(act: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin

@@ -269,9 +269,14 @@ class BadSteps:
             good = bool(found.isfinite())
             if not good:
                 self.bad_norms[step] = found.item()
-        if not good and self.buffers:
-            self.buffers.put_back()
+        if not good:
+            self.put_back()
         return not good and not self.scaled
+
+    def put_back(self) -> None:
+        """Have the buffers as they were before the step, where it may be left out."""
+        if self.buffers:
+            self.buffers.put_back()
 
     def shown(self, step: int, norm: Tensor | None) -> Tensor | None:
         """The norm that is reported of `step`, whose gradient is complete: now and then also where none clips by it."""

@@ -25,7 +25,6 @@ from manyhosts import device
 from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.config import overrides
-from manyhosts.config.settings import Settings
 from manyhosts.events import (
     EpochDone,
     Event,
@@ -64,18 +63,16 @@ class RunLog:
 
     def __init__(
         self,
-        *,
-        world: World,
-        settings: Settings,
-        directory: RunDirectory,
-        script: Path,
         snapshot_schedule: SnapshotSchedule,
+        script: Path,
         listeners: Sequence[Listener],
         report: Callable[..., None],
     ) -> None:
         """Nothing is opened before `open_records`. `report` tells the head; see `cluster.reports`."""
-        self.world, self.settings, self.directory, self.script = world, settings, directory, script
+        self.world, self.settings = snapshot_schedule.parts.world, snapshot_schedule.settings
+        self.directory, self.script = snapshot_schedule.directory, script
         self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
+        snapshot_schedule.tell = self.tell
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
         """What was reported last, on every worker: should the leader go, another one knows what it had not written."""

@@ -49,8 +49,8 @@ _NOTHING = nullcontext()
 class Stepper:
     """Takes optimizer steps. What surrounds them is the loop's: which come, and what is due after each.
 
-    A step is made of two verbs, `backward` and `update`: `by_loss` calls each once, for a session that is given a loss
-    and an optimizer; a step that the script has written (`own_loop.own_step`) calls them as often as it wants.
+    A step is made of two verbs, `backward` and `update`. Each is called once for a session that is given a loss and an
+    optimizer; a step that the script has written (`own_loop.own_step`) calls them as often as it wants.
     """
 
     def __init__(self, training: Training) -> None:
@@ -72,6 +72,7 @@ class Stepper:
             strategy.before_update = training.snapshot_schedule.before_update
         # Asked once: to ask a protocol takes as long as a small layer.
         self.fixed_parts = strategy if isinstance(strategy, FixedParts) else None
+        self.acts = bool(parts.callbacks)
         self.prepares = strategy if isinstance(strategy, PreparesUpdate) else None
         self.misuse_told = strategy.misuse_told if isinstance(strategy, TellsMisuse) else nullcontext
 
@@ -95,32 +96,20 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            make = self.by_loss if parts.own_step is None else parts.own_step.make
-            outcome, updated = make(number, pieces, training.control_flags())
-        if parts.callbacks:
+            if parts.own_step is not None:
+                outcome, updated = parts.own_step.make(number, pieces, training.control_flags())
+            else:
+                outcome = self.backward(pieces, parts.compute, training.control_flags())
+                if parts.watcher is not None:
+                    parts.watcher.differentiates(outcome)
+                updated = self.update_unless_bad(number, outcome.values["loss"])
+        if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
         self.count(step)
         training.numbers.add(facts, outcome, self.norm, parts.world.take_waits())
 
     # What a step is made of.
-
-    def by_loss(self, number: int, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
-        """Compute the gradient of the loss, and step the optimizer unless one of the two is not finite.
-
-        Returns what was found, and whether the model has changed.
-        """
-        parts, bad_steps = self.training.parts, self.training.bad_steps
-        outcome = self.backward(pieces, parts.compute, control_flags)
-        if parts.watcher is not None:
-            parts.watcher.differentiates(outcome)
-        self.norm = bad_steps.watched(self.clip())
-        if bad_steps.must_go(number, outcome.values["loss"], self.norm):
-            self.training.schedule.after_step()
-            return outcome, False
-        self.norm = bad_steps.shown(number, self.norm)
-        self.step_optimizer()
-        return outcome, True
 
     def backward(self, pieces: Sequence[Piece], compute: Compute, control_flags: Sequence[float] = ()) -> StepOutcome:
         """The gradients of what `compute` gives for `pieces`, summed over all workers as the strategy does it."""
@@ -148,6 +137,17 @@ class Stepper:
         training.inconsistent = False
         if looking:
             self.first_steps.rate = max(float(group["lr"]) for group in optimizer.param_groups)
+
+    def update_unless_bad(self, number: int, loss: Tensor) -> bool:
+        """Step the optimizer, unless loss or gradient is not finite. Whether the model has changed."""
+        training, bad_steps = self.training, self.training.bad_steps
+        self.norm = bad_steps.watched(self.clip())
+        if bad_steps.must_go(number, loss, self.norm):
+            training.schedule.after_step()
+            return False
+        self.norm = bad_steps.shown(number, self.norm)
+        self.step_optimizer()
+        return True
 
     def clip(self) -> Tensor | None:
         """Clip the gradient where that is asked for. Returns its norm before."""

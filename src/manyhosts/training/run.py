@@ -285,7 +285,7 @@ class Run(Session):
     @property
     def steps_done(self) -> int:
         """Optimizer steps finished: the same on all workers, and after a resume."""
-        return self._own_step.done
+        return self._own_step.run_state.step
 
     @property
     def state(self) -> dict[str, Any]:

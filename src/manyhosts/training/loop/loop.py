@@ -15,7 +15,7 @@ from typing import Any
 from manyhosts.data import randomness
 from manyhosts.data.steps import Steps
 from manyhosts.errors import TrainingError
-from manyhosts.events import EpochDone, Note, StepDone, StepTiming, ValidationDone
+from manyhosts.events import EpochDone, Note, StepDone, ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.strategies.strategy import UpdatesWithin
 from manyhosts.training.consistency.finite import first_not_finite
@@ -159,7 +159,7 @@ def _where(facts: StepFacts) -> str:
 
 def step_done(numbers: StepMetricValues) -> StepDone:
     """The news of one step."""
-    facts, host = numbers.facts, numbers.facts.timing
+    facts = numbers.facts
     return StepDone(
         step=facts.step,
         epoch=facts.epoch,
@@ -167,14 +167,7 @@ def step_done(numbers: StepMetricValues) -> StepDone:
         lr=facts.lr,
         samples=facts.samples,
         gradient_norm=numbers.gradient_norm,
-        timing=StepTiming(
-            total=host.total,
-            compute=host.work - numbers.exposed,
-            communication_exposed=numbers.exposed,
-            data_wait=host.data_wait,
-            snapshot_stall=host.snapshot_stall,
-            other=host.total - host.work - host.data_wait - host.snapshot_stall,
-        ),
+        timing=facts.timing,
         bytes_sent=facts.bytes_sent,
         exchange_seconds=facts.exchange_s,
         weight=facts.weight,

@@ -18,6 +18,7 @@ from manyhosts.communication.shared_norm import acting
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
+from manyhosts.events import StepTiming
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
@@ -36,7 +37,7 @@ from manyhosts.strategies.strategy import (
 )
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.compute import may_draw
-from manyhosts.training.loop.numbers import DeferredMetrics, HostTiming, StepFacts
+from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
 from manyhosts.training.loop.training import Training
 from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.setup.model_checks import several_gradients
@@ -67,7 +68,8 @@ class Stepper:
         """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
         self.updates_within = parts.own_step is not None or isinstance(strategy, UpdatesWithin)
         if parts.own_step is not None:
-            parts.own_step.begin(self, remembers=training.survives or training.bad_steps.leave_out)
+            remembers = training.survives or training.bad_steps.leave_out
+            parts.own_step.begin(self, training.state, remembers=remembers)
         if isinstance(strategy, UpdatesWithin):
             strategy.before_update = training.snapshot_schedule.before_update
         # Asked once: to ask a protocol takes as long as a small layer.
@@ -96,13 +98,14 @@ class Stepper:
             if parts.auditor is not None:
                 self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            if parts.own_step is not None:
-                outcome, updated = parts.own_step.make(number, pieces, training.control_flags())
-            else:
+            if parts.own_step is None:
                 outcome = self.backward(pieces, parts.compute, training.control_flags())
                 if parts.watcher is not None:
                     parts.watcher.differentiates(outcome)
                 updated = self.update_unless_bad(number, outcome.values["loss"])
+            else:
+                outcome, updated = parts.own_step.make(pieces, training.control_flags())
+                self.see_own_step(number, outcome, updated=updated)
         if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
@@ -148,6 +151,16 @@ class Stepper:
         self.norm = bad_steps.shown(number, self.norm)
         self.step_optimizer()
         return True
+
+    def see_own_step(self, number: int, outcome: StepOutcome, *, updated: bool) -> None:
+        """What is to be known of a step that the script has written and that is over."""
+        training = self.training
+        if updated:
+            self.norm = training.bad_steps.shown(number, None)
+        else:
+            training.bad_steps.put_back()
+        if training.parts.watcher is not None:
+            training.parts.watcher.differentiates(outcome)
 
     def clip(self) -> Tensor | None:
         """Clip the gradient where that is asked for. Returns its norm before."""
@@ -384,11 +397,19 @@ class StepClock:
         """The samples are here. What workers sent each other to find them is a part of waiting for those."""
         self._fetched, self._exposed = time.perf_counter(), self._world.exposed_s
 
-    def end(self) -> tuple[HostTiming, int, float]:
+    def end(self) -> tuple[StepTiming, int, float]:
         """The model has changed. Gives the times, the bytes sent, and the seconds that exchanges took."""
         end, world = time.perf_counter(), self._world
         stall = self._store.stalled_s - self._stalled
         brought = self._transfers.waited_s - self._brought
         waited, worked = self._fetched - self._begin + brought, end - self._fetched - stall - brought
-        timing = HostTiming(end - self._begin, waited, world.exposed_s - self._exposed, stall, worked)
+        total, exposed = end - self._begin, world.exposed_s - self._exposed
+        timing = StepTiming(
+            total=total,
+            compute=worked - exposed,
+            communication_exposed=exposed,
+            data_wait=waited,
+            snapshot_stall=stall,
+            other=total - worked - waited - stall,
+        )
         return timing, world.bytes_sent - self._sent, world.exchange_s - self._exchanged

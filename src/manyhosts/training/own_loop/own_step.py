@@ -33,6 +33,7 @@ from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
+from manyhosts.training.state.run_state import RunState
 
 _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
@@ -73,9 +74,6 @@ class Group:
 class Verbs(Protocol):
     """What a step is made of, whoever has written it: see `training.loop.step.Stepper`."""
 
-    norm: Tensor | None
-    training: Any
-
     def around(self, pieces: int) -> AbstractContextManager[None]:
         """What passes run in."""
 
@@ -96,8 +94,10 @@ class OwnStep:
         self.state: dict[str, Any] = {}
         """The user's own numbers and tensors, equal on all workers."""
         self.remembers = False
-        self.verbs: Verbs | None = None
+        self.verbs: Verbs
         """Of the last run that was begun."""
+        self.run_state = RunState()
+        """Of that run."""
         self.computed: int | None = None
         """The number of the part that is computed now."""
         self.pieces: list[Piece] | None = None
@@ -137,14 +137,9 @@ class OwnStep:
         self.strategy, self.settings, self.world, parts = strategy, settings, world, settings.virtual_workers
         self.parts = Parts(world, parts or world.size, stays=parts is not None)
 
-    def begin(self, verbs: Verbs, *, remembers: bool) -> None:
+    def begin(self, verbs: Verbs, run_state: RunState, *, remembers: bool) -> None:
         """A run begins. `remembers`: whether a step may be made again, so that what it changes is copied before."""
-        self.verbs, self.remembers = verbs, remembers
-
-    @property
-    def done(self) -> int:
-        """Steps done."""
-        return 0 if self.verbs is None else int(self.verbs.training.state.step)
+        self.verbs, self.run_state, self.remembers = verbs, run_state, remembers
 
     def take_models(self, placed: nn.Module, compute: ForwardPass) -> None:
         """Know the models as they were placed, and what a forward pass runs in."""
@@ -161,9 +156,8 @@ class OwnStep:
 
     # A step.
 
-    def make(self, number: int, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
+    def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
         """Run the user's step. `control_flags` are summed over the workers. Returns also whether it counts."""
-        assert self.verbs is not None, "a run begins before its first step"
         # Summed as they count, and divided at the end: a weight only tells ghosts from samples here.
         self.pieces = [
             Piece(_given(each.batch), each.samples, 1.0 if each.weight else 0.0, each.address) for each in pieces
@@ -187,24 +181,18 @@ class OwnStep:
             is_good = False
         flags, are_kept = self._agree(control_flags)
         kept = self.parts.end_step() if are_kept else self.parts.kept
-        training = self.verbs.training
         if is_good:
             self.parts.kept = kept
-            self.verbs.norm = training.bad_steps.shown(number, None)
         else:
             self._put_back()
-            training.bad_steps.put_back()
         self.pieces, self._undo = None, {}
         if self._looks:
             self._see_plain_values()
-        outcome = StepOutcome(self._values(is_good=is_good), flags)
-        if training.parts.watcher is not None:
-            training.parts.watcher.differentiates(outcome)
-        return outcome, is_good
+        return StepOutcome(self._values(is_good=is_good), flags), is_good
 
     def _seed(self, *call: int) -> None:
         """What the step draws next, outside of its parts, has an address: this step, and the `call` before it."""
-        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done, *call)
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.run_state.step, *call)
 
     def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
         """The sums of the control flags over the workers, and whether any worker keeps something by part."""
@@ -313,7 +301,6 @@ class OwnStep:
         buffers = BufferCopies(self.model)
         buffers.keep()
         own: dict[str, Any] = {}
-        assert self.verbs is not None, "a run begins before its first step"
         with torch.no_grad(), self.verbs.around(0):
             for piece in self.pieces or []:
                 found = self._called(rows_of, piece)
@@ -358,7 +345,6 @@ class OwnStep:
         return {name: each.detach().double() for name, each in values.items()}
 
     def _summed(self, compute: Callable[[nn.Module, Piece], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        assert self.verbs is not None, "a run begins before its first step"
         return self.verbs.backward(self.pieces or [], compute).values
 
     def _called(self, function: LossOf, piece: Piece) -> Any:
@@ -405,8 +391,7 @@ class OwnStep:
             raise _BadStep
         if self.remembers and id(group) not in self._undo:
             self._undo[id(group)] = _copy_of(group)
-        assert self.verbs is not None, "a run begins before its first step"
-        self.verbs.update(group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.done, self.calls)
+        self.verbs.update(group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls)
         if group.scheduler is not None:
             group.scheduler.step()
         group.pending = False

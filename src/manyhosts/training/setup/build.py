@@ -251,8 +251,9 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     thawed = callbacks.prepare(bare)
     _compare_given(made, data, settings, world, watcher)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
-    chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
-    settings = chosen.settings
+    settings, chosen_for = choose(
+        Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world)
+    )
     settings = replace(settings, strategy=_laid_out(settings, world))
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
@@ -296,7 +297,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     made_schedule = _make_schedule(schedule, made_optimizer, data)
     return Parts(
         settings=settings,
-        chosen_for=chosen.training,
+        chosen_for=chosen_for,
         world=world,
         strategy=strategy,
         trained=placed,

@@ -37,6 +37,8 @@ def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
     [
         ({"optimizers": {"three": lambda params: torch.optim.SGD(params, 0.1)}}, "three"),
         ({"schedulers": {"both": lambda optimizer: None}}, "no optimizer of this name"),
+        ({"clip_gradients": 1.0}, "clip_gradients is for the step"),
+        ({"warmup": "5 steps"}, "scheduler that begins with a low rate"),
         ({"optimizers": {"one": lambda params: torch.optim.LBFGS(params)}}, "as often as it likes"),
         ({"optimizers": {"one": lambda params: None}}, "not a torch.optim.Optimizer"),
         ({"optimizers": {n: lambda p: torch.optim.SGD(p, 0.1) for n in ("one", "one+two")}}, "both change"),

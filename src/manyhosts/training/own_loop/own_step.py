@@ -39,6 +39,11 @@ _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
     "script's own is not called on a trial; `manyhosts prove` compares 1, 2 and 3 workers"
 )
+_INSTEAD = {
+    "clip_gradients": "clip in the step, for each optimizer: run.update(clip=…)",
+    "warmup": "give a scheduler that begins with a low rate: mh.Run(schedulers=…)",
+}
+"""What an update of the script's own says itself."""
 _LOOKS = 3
 """Steps after which plain attributes of models are looked at."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
@@ -132,6 +137,9 @@ class OwnStep:
             raise ConfigError(
                 "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
             )
+        for name, instead in _INSTEAD.items():
+            if getattr(settings, name) is not None:
+                raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
         if settings.virtual_workers or settings.micro_batch_size or world.is_shared:
             world.notes.append(_NOT_TRIED)
         self.strategy, self.settings, self.world, parts = strategy, settings, world, settings.virtual_workers

@@ -92,9 +92,9 @@ class Verbs(Protocol):
 class OwnStep:
     """Runs the user's step, its updates included."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        """`step`: the user's, to be called once for each optimizer step."""
-        self.step = step
+    def __init__(self) -> None:
+        self.step: Callable[[], None]
+        """The user's, to be called once for each optimizer step."""
         self.groups: dict[str, Group] = {}
         self.state: dict[str, Any] = {}
         """The user's own numbers and tensors, equal on all workers."""
@@ -286,7 +286,7 @@ class OwnStep:
                 return {**{name: each * piece.samples for name, each in values.items()}, "count": count}
             return {**{name: each * count for name, each in values.items()}, "count": count.double()}
 
-        values = dict(self._summed(sums))
+        values = dict(self.verbs.backward(self.pieces or [], sums).values)
         if "count" not in values:
             return values
         total = values.pop("count").item()
@@ -346,14 +346,11 @@ class OwnStep:
             ]
             return {"loss": torch.stack(pairs).sum()}
 
-        self._summed(surrogate)
+        self.verbs.backward(self.pieces or [], surrogate)
         for parameter, gradient in zip(group.parameters, own_gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return {name: each.detach().double() for name, each in values.items()}
-
-    def _summed(self, compute: Callable[[nn.Module, Piece], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        return self.verbs.backward(self.pieces or [], compute).values
 
     def _called(self, function: LossOf, piece: Piece) -> Any:
         """What the user's function gives for one micro-batch, with the random numbers of its address."""

@@ -66,7 +66,6 @@ class Stepper:
         self.buffers = BufferCopies(parts.trained) if training.survives else None
         self.norm: Tensor | None = None
         """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
-        self.updates_within = parts.own_step is not None or isinstance(strategy, UpdatesWithin)
         if parts.own_step is not None:
             remembers = training.survives or training.bad_steps.leave_out
             parts.own_step.begin(self, training.state, remembers=remembers)
@@ -197,8 +196,10 @@ class Stepper:
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        with acting(self.training.parts.batch_norm):
-            if not self.first_steps.looking or self.updates_within:
+        parts = self.training.parts
+        with acting(parts.batch_norm):
+            # What changes the model in the midst of its passes is not to be told from what passes change.
+            if not self.first_steps.looking or parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin):
                 yield
                 return
             self.first_steps.before_forward()

@@ -117,7 +117,6 @@ class Parts:
     """What snapshots of a model with adapters do without."""
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
-    make_warmup: Callable[[Source], learning_rate.WarmUp]
     own_step: OwnStep | None
     """What a step does, where the script has written it."""
     objects: Mapping[str, Stateful]
@@ -151,7 +150,7 @@ class Parts:
     def recut(self, batch: int) -> None:
         """Read from now on what this worker's place is to read of each global batch. Every worker calls this."""
         self.batch, self.source = batch, self.make_source(batch)
-        self.warmup = self.make_warmup(self.source)
+        self.warmup = learning_rate.WarmUp.of(self.settings.warmup, self.source.steps_per_epoch)
 
 
 def batch_of(settings: Settings, mesh: Mesh) -> int:
@@ -288,9 +287,6 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
             cut = replace(cut, audits=auditor.plan())
         return make_source(data, settings, batch=batch, cut=cut, world=world)
 
-    def warm(source: Source) -> learning_rate.WarmUp:
-        return learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch))
-
     batch = batch_of(settings, strategy.mesh)
     source = cut_source(batch)
     options = options_of(made_optimizer)
@@ -304,7 +300,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         batch_norm=norm,
         optimizer=made_optimizer,
         schedule=made_schedule,
-        warmup=warm(source),
+        warmup=learning_rate.WarmUp.of(settings.warmup, source.steps_per_epoch),
         precision=precision,
         compute=compute,
         callbacks=callbacks,
@@ -324,7 +320,6 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         own_fingerprint=own_fingerprint,
         frozen_base=FrozenBase(model_of(placed), strategy.holding, world),
         make_source=cut_source,
-        make_warmup=warm,
         own_step=own_step,
         objects={} if own_step is None else {"own loop": own_step},
     )

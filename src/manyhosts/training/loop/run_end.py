@@ -166,7 +166,7 @@ class LastSnapshot:
         loop.step_reporter.read(all_of_them=True)
         loop.step_reporter.check_weights()
         loop.after_step.leave_validation()
-        self.run_log.become_leader(goes_on=False)
+        self.run_log.become_leader(continues=False)
         if self.run_log.flush() and self.snapshot_schedule.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")
             self.run_log.flush()

@@ -77,7 +77,7 @@ class Group:
 
 
 class Verbs(Protocol):
-    """What a step is made of, whoever has written it: see `training.loop.step.Stepper`."""
+    """What a step of either face is made of: see `training.loop.step.Stepper`."""
 
     def around(self, pieces: int) -> AbstractContextManager[None]:
         """What passes run in."""

@@ -107,8 +107,8 @@ class TakenUp(Mapping[str, Any]):
         """What is kept of a nested state, each tensor cut as the one in its place is."""
         if not isinstance(stored, Mapping):
             return self._like(own, stored) if isinstance(stored, StoredTensor) else _full(stored)
-        beside = own if isinstance(own, Mapping) else {}
-        return {key: self._cut_alike(value, beside.get(key)) for key, value in stored.items()}
+        inside = own if isinstance(own, Mapping) else {}
+        return {key: self._cut_alike(value, inside.get(key)) for key, value in stored.items()}
 
     def _like(self, own: Any, value: Any) -> Any:
         if not isinstance(value, StoredTensor):

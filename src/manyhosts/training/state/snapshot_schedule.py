@@ -282,7 +282,9 @@ class SnapshotSchedule:
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
-            parts.initial_optimizer.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
+            parts.initial_optimizer.after_steps(
+                parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked
+            )
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)

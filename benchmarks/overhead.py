@@ -1,6 +1,6 @@
 """What does one step of `mh.Trainer` and `mh.Run` cost, against a plain PyTorch loop, Fabric, Accelerate and Lightning?
 
-    python benchmarks/overhead.py [--rounds 7] [--epochs 60]
+    python benchmarks/overhead.py [--rounds 5] [--epochs 60]
 
 A network of two layers on scikit-learn's digits, batch 32, SGD with momentum, shuffled, one process with one thread:
 so small that nearly all of a step is what the loop around it costs. All train the same model on the same samples
@@ -287,7 +287,7 @@ def report(figures: dict[str, list[float]], steps: int, python: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--one", choices=list(CONTESTANTS), help="run this one here, and print its figure")
     asked = parser.parse_args()

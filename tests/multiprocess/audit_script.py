@@ -62,10 +62,10 @@ class Faults:
             return found
 
         def wrong_step(stepper: Stepper, steps: Iterator[Any]) -> None:
-            self.step = stepper.state.step + 1
+            self.step = stepper.training.state.step + 1
             if self.strike("weights"):
                 with torch.no_grad():
-                    first = next(stepper.parts.model.parameters())
+                    first = next(stepper.training.parts.model.parameters())
                     first.copy_(flipped(first))
             train_step(stepper, steps)
 

@@ -17,11 +17,10 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import is_connection_error
 from manyhosts.config import profile
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import Single
 from manyhosts.elastic.rendezvous import NoWorkerHasState, Rendezvous
 from manyhosts.elastic.session import CollectiveCalls
 from manyhosts.errors import ConfigError
-from manyhosts.events import Event, Listener, Note, Recovered
+from manyhosts.events import Listener, Note, Recovered
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
@@ -41,12 +40,11 @@ from manyhosts.training.setup.run_place import tell_command
 from manyhosts.training.state import rewind
 from manyhosts.training.state.recovery import SharedTraining, layout_of, why_not_survive
 from manyhosts.training.state.registry import TrainerState
-from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.notes import announce
 from manyhosts.training.telemetry.pace import StragglerMonitor
-from manyhosts.training.telemetry.profiling import Profiling, profiling_for
+from manyhosts.training.telemetry.profiling import profiling_for
 from manyhosts.training.telemetry.result import Result
 from manyhosts.training.telemetry.run_log import RunLog
 
@@ -72,44 +70,27 @@ class Fit:
         `go_on_with`: the command that resumes this run, where no one else tells it.
         """
         self.go_on_with = go_on_with
-        self.calls, self.provider = calls, provider
-        self.parts, self.settings, self.directory, self.validation = provider.parts, settings, directory, validation
-        self.world, self.script = self.parts.world, script
-        to, keep = settings.snapshots.to, settings.snapshots.keep
-        second = RemoteCopy(to, directory, keep=keep, script=script, world=self.world) if to is not None else None
-        self.snapshot_schedule = SnapshotSchedule(
-            self.parts,
-            directory,
-            keep=keep,
-            strategy=settings.strategy.name if self.world.is_shared else Single.name,
-            settings=settings,
-            tell=lambda news: self.run_log.tell(news),
-            second=second,
-        )
-        self.run_log = RunLog(
-            world=self.world,
-            settings=settings,
-            directory=directory,
-            script=script,
-            snapshot_schedule=self.snapshot_schedule,
-            listeners=listeners,
-            report=report,
-        )
+        self.calls, self.provider, self.parts, self.world = calls, provider, provider.parts, provider.parts.world
+        self.settings, self.directory, self.script = settings, directory, script
+        self.snapshot_schedule = SnapshotSchedule(self.parts, settings, directory, script)
+        self.run_log = RunLog(self.snapshot_schedule, script, listeners, report)
         self.state = RunState()
-        self.run_end = RunEnd(self.parts, self.state, self.snapshot_schedule, self.run_log)
+        self.training = Training(
+            parts=self.parts,
+            settings=settings,
+            state=self.state,
+            snapshot_schedule=self.snapshot_schedule,
+            run_log=self.run_log,
+            validation=validation,
+            stop_signals=StopSignals(cause),
+        )
+        self.run_end = RunEnd(self.training)
         provider.run, provider.records = self.state, self.run_log
         self.loaded: Loaded | None = None
-        self._loop: Loop | None = None
+        self.loop: Loop
         self.recovery: Rendezvous | None = None
-        self.profiling: Profiling | None = None
         self.has_end = True
         """Whether this worker holds the weights of its end, also where others have trained to it without this one."""
-
-    @property
-    def loop(self) -> Loop:
-        """The one that trains."""
-        assert self._loop is not None, "fit() makes it"
-        return self._loop
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, whichever workers go and come, and record how it ended."""
@@ -120,7 +101,7 @@ class Fit:
             with self.report_failures():
                 self.make_loop(survives=survives)
                 self.enter()
-                with self.run_end.failures_recorded(), self.loop.stop_signals.listening():
+                with self.run_end.failures_recorded(), self.training.stop_signals.listening():
                     while True:
                         try:
                             self.go_back(bad)
@@ -129,7 +110,7 @@ class Fit:
                                 outcome = self.conclude(reason)
                                 break
                         except BadStep as found:
-                            self.loop.invalidate_state()  # that is of use to those that have not come so far
+                            self.training.inconsistent = True  # that is of use to those that have not come so far
                             bad = found
                         except WrongBits as wrong:
                             bad = None
@@ -151,37 +132,15 @@ class Fit:
 
     def make_loop(self, *, survives: bool) -> None:
         """Make what trains and, where others continue without a lost worker, what takes this one through that."""
-        run_log, settings, mesh = self.run_log, self.settings, self.parts.strategy.mesh
+        training, settings, run_log = self.training, self.settings, self.run_log
         balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
-        self.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)
-        training = Training(
-            parts=self.parts,
-            settings=settings,
-            state=self.state,
-            snapshot_schedule=self.snapshot_schedule,
-            stop_signals=StopSignals(cause),
-            tell=run_log.tell if self.profiling is None else self.tell_step,
-        )
-        self._loop = Loop(
-            training,
-            validation=self.validation,
-            flush=run_log.flush,
-            note_samples=run_log.note_samples if settings.record_samples and mesh.leads_replica else None,
-            see_first=run_log.keep_pictures if settings.keep_pictures else None,
-            keep_buffers=survives,
-            pace=StragglerMonitor(self.world, run_log.remembered, run_log.tell, balance)
-            if self.world.is_shared
-            else None,
-        )
+        pace = StragglerMonitor(self.world, run_log.remembered, run_log.tell, balance) if self.world.is_shared else None
+        training.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)
+        training.survives = survives
+        self.loop = Loop(training, pace)
         if survives:
-            shared = SharedTraining(self.provider, self.snapshot_schedule, run_log, self._loop, begin=self.begin)
+            shared = SharedTraining(self.provider, self.loop, begin=self.begin)
             self.recovery = Rendezvous(self.calls, shared, most=settings.virtual_workers or 0)
-
-    def tell_step(self, news: Event) -> None:
-        """Tell what the loop has to tell, to a profile that is being made as well."""
-        self.run_log.tell(news)
-        if self.profiling is not None:
-            self.profiling.hear(news)
 
     def enter(self) -> None:
         """Begin, whichever workers go and come meanwhile; or come to those that have begun."""
@@ -214,8 +173,10 @@ class Fit:
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
         self._open_directory()  # no one looks into it before the leader has made it
         found, self.loaded = self.snapshot_schedule.begin()
-        at = self.loop.at
-        changed = at.inconsistent and max(at.tried, at.under_way) > 0  # and not in what comes before the first step
+        training, validation = self.training, self.training.validation
+        changed = (
+            training.inconsistent and max(training.tried, training.under_way) > 0
+        )  # and not in what comes before the first step
         if self.loaded is None and self.recovery is not None and self.world.any(changed):
             raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
         self.state.become(found)
@@ -223,19 +184,19 @@ class Fit:
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
-        if self.validation is not None and (names := self.validation.look(self.parts.model)):
+        if validation is not None and (names := validation.look(self.parts.model)):
             self.snapshot_schedule.check_watched(names)
-        if self.validation is not None and (keeping := self.validation.stateful_metrics):
+        if validation is not None and (keeping := validation.stateful_metrics):
             self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
-        self.loop.stand()
-        self.loop.flags.start_clock()
+        self.loop.be_at_snapshot()
+        training.start_clock()
         self.run_log.open_records(self.state.step)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
         why_not = (
             "" if self.recovery else why_not_survive(self.parts) or "no one can continue since a call before this one"
         )
-        announce(self.loop, self.run_log, self.loaded, why_not_survive=why_not)
+        announce(training, self.loaded, why_not_survive=why_not)
 
     def _open_directory(self) -> None:
         """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
@@ -263,9 +224,9 @@ class Fit:
         Where that may come, see that there always is one to go back to. Every worker calls this.
         """
         if bad is not None:
-            self.report_rewind(rewind.from_bad_step(bad, self.loop, self.snapshot_schedule))
-        if (trusted := self.loop.at.trusted) is not None:
-            self.report_rewind(rewind.from_doubt(trusted, self.loop, self.snapshot_schedule))
+            self.report_rewind(rewind.from_bad_step(bad, self.loop))
+        if (trusted := self.training.trusted) is not None:
+            self.report_rewind(rewind.from_doubt(trusted, self.loop))
         may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
         if may_go_back and self.snapshot_schedule.saved_at < 0:
             self.loop.after_step.save()
@@ -292,10 +253,10 @@ class Fit:
             raise
         except Exception:
             if self.recovery.refused:
-                LastSnapshot(self.snapshot_schedule, self.run_log, self.loop).make()
-                if self.loop.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
-                    self.run_end.record("interrupted", self.loop.stop_signals.granted)
-                    self._exit_by(self.loop.stop_signals.number)
+                LastSnapshot(self.loop).make()
+                if self.training.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
+                    self.run_end.record("interrupted", self.training.stop_signals.granted)
+                    self._exit_by(self.training.stop_signals.number)
             raise
 
     def leave_out(self, wrong: WrongBits) -> None:
@@ -307,7 +268,7 @@ class Fit:
         if self.recovery is None or not wrong.guilty:
             rewind.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
             raise wrong
-        self.loop.doubt(wrong.trusted if wrong.trusted < self.state.step else None)
+        self.training.trusted = wrong.trusted if wrong.trusted < self.state.step else None
         if self.world.rank not in wrong.guilty:  # they themselves say nothing, and wait to be ended
             for rank, what in sorted(wrong.guilty.items()):
                 self.recovery.membership.accuse(rank, what)
@@ -317,13 +278,18 @@ class Fit:
 
     def conclude(self, reason: str) -> dict[str, Any]:
         """Validate, save and record that training is over. Returns what came out, in plain values."""
-        state, stop_signals, after_step = self.state, self.loop.stop_signals, self.loop.after_step
+        state, stop_signals, after_step = self.state, self.training.stop_signals, self.loop.after_step
         if after_step.pace is not None and self.world.size > 1:
-            after_step.pace.compare(self.loop.at.taken, is_last=True)
+            after_step.pace.compare(self.training.taken, is_last=True)
         after_step.dataset_watch.look()
-        if self.profiling is not None:
-            self.profiling.finish()
-        if self.validation is not None and state.step and state.validated_at != state.step and not stop_signals.granted:
+        if self.training.profiling is not None:
+            self.training.profiling.finish()
+        if (
+            self.training.validation is not None
+            and state.step
+            and state.validated_at != state.step
+            and not stop_signals.granted
+        ):
             after_step.validate()
         after_step.keep_best()
         self.run_end.save(self.loop)
@@ -395,6 +361,6 @@ class Fit:
                 tell_command(error, self.go_on_with)
             raise
         finally:
-            if self.profiling is not None:
-                self.profiling.close()
+            if self.training.profiling is not None:
+                self.training.profiling.close()
             self.run_log.report("rest")

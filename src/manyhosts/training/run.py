@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
@@ -105,8 +106,7 @@ class Run(Session):
         self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
         self._schedulers = schedulers or {}
         self.evaluates = evaluate is not None
-        self._body: Callable[[Run], None] | None = None
-        self._own_step: OwnStep = OwnStep(self._step_once)
+        self._own_step = OwnStep()
         self._check_names()
         refuse(options)
         parts = options.get("virtual_workers")
@@ -204,10 +204,6 @@ class Run(Session):
         found = {id(each): name for name, each in one.named_parameters()}
         return Parameters(one.parameters(), one, found)
 
-    def _step_once(self) -> None:
-        assert self._body is not None, "fit() is given it"
-        self._body(self)
-
     def fit(self, step: Callable[[Run], None], duration: str | None = None) -> Result:  # type: ignore[override]
         """Train by `step(run)` until the run is `duration` long; see `Trainer.fit`.
 
@@ -220,7 +216,7 @@ class Run(Session):
                 where="run.fit",
                 fix='write run.fit(step, "20 epochs") with def step(run): …',
             )
-        self._body = step
+        self._own_step.step = partial(step, self)
         with _named_as_in_a_loop():
             return super().fit(duration)
 
@@ -285,7 +281,7 @@ class Run(Session):
     @property
     def steps_done(self) -> int:
         """Optimizer steps finished: the same on all workers, and after a resume."""
-        return self._own_step.done()
+        return self._own_step.run_state.step
 
     @property
     def state(self) -> dict[str, Any]:

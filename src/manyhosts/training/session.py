@@ -28,7 +28,7 @@ from manyhosts.data import randomness
 from manyhosts.data.data import Data, check_dataset, is_several
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
-from manyhosts.events import Listener, Note, TestDone
+from manyhosts.events import Event, Listener, Note, TestDone
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
@@ -269,12 +269,14 @@ class Session:
 
     def _say(self, text: str) -> None:
         """Tell which weights were used, where there is a run to report it."""
-        if self._run is None:
-            return
+        if self._run is not None:
+            self._tell(self._run, Note(text=text, step=self._run.state.step, time=time.time()))
+
+    def _tell(self, run: Fit, news: Event) -> None:
         if self.world.is_leader and not self._collective_calls.over:
-            self._run.run_log.become_leader()  # another one may have led while it trained
-        self._run.run_log.tell(Note(text=text, step=self._run.state.step, time=time.time()))
-        self._run.run_log.flush()
+            run.run_log.become_leader()  # another one may have led while it trained
+        run.run_log.tell(news)
+        run.run_log.flush()
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
         """`loss` and every metric over the entire test set, each sample once.
@@ -367,8 +369,6 @@ class Session:
         with holding(weights, self.parts, self._run) as used:
             values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
         if self._run is not None:
-            if self.world.is_leader and not self._collective_calls.over:
-                self._run.run_log.become_leader()  # another one may have led while it trained
             news = TestDone(
                 step=self._run.state.step,
                 values=values,
@@ -377,8 +377,7 @@ class Session:
                 weights="best" if used.is_best else "last",
                 weights_step=used.step,
             )
-            self._run.run_log.tell(news)
-            self._run.run_log.flush()
+            self._tell(self._run, news)
         return values
 
     def _evaluation(self, name: Literal["validation", "test"]) -> OfAllSets:

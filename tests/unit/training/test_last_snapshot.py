@@ -18,7 +18,7 @@ from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.run_end import LastSnapshot
-from manyhosts.training.loop.training import StopSignals, Training
+from manyhosts.training.loop.training import Training
 from manyhosts.training.process_session import ProcessSession
 
 
@@ -58,19 +58,19 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
         settings=run.settings,
         state=run.state,
         snapshot_schedule=snapshot_schedule,
-        stop_signals=StopSignals(),
-        tell=run_log.tell,
+        run_log=run_log,
+        survives=True,
     )
-    loop = Loop(training, validation=None, flush=run_log.flush, note_samples=None, keep_buffers=True)
+    loop = Loop(training)
     steps = run.parts.source.steps(run.state.position, run.state.stream)
     for _ in range(2):
         loop.stepper.train_step(steps)
         loop.step_reporter.read()
-        loop.at.done_actions = loop.at.all_actions
+        training.done_actions = training.all_actions
     member = Member()
     run.world.membership = member
     run_log.led = True
-    return LastSnapshot(snapshot_schedule, run_log, loop), member
+    return LastSnapshot(loop), member
 
 
 def saved(last: LastSnapshot) -> list[str]:
@@ -87,7 +87,7 @@ def test_worker_saves_the_step_that_it_stands_at_once(tmp_path: Path) -> None:
 
 def test_best_model_is_written_before_the_snapshot_that_names_it(tmp_path: Path) -> None:
     last, _ = stands(tmp_path)
-    state = last.loop.state
+    state = last.loop.training.state
     state.best, state.best_step, state.validated_at = 0.5, 3, 3
     last.make()
     assert saved(last) == ["step-00000001", "step-00000003"]
@@ -129,13 +129,13 @@ def compress(last: LastSnapshot) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (put("loop.state.step", 0), "not between two steps"),
-        (put("loop.at.inconsistent", True), "not between two steps"),
-        (put("loop.state.best_step", 2), "the best model, of a step before, was being written"),
+        (put("loop.training.state.step", 0), "not between two steps"),
+        (put("loop.training.inconsistent", True), "not between two steps"),
+        (put("loop.training.state.best_step", 2), "the best model, of a step before, was being written"),
         (audit, "whether it computed rightly"),
-        (put("loop.at.trusted", 2), "whether it computed rightly"),
+        (put("loop.training.trusted", 2), "whether it computed rightly"),
         (compress, "something of its own"),
-        (put("loop.state.stream", {"read": [3]}), "how far the stream is read"),
+        (put("loop.training.state.stream", {"read": [3]}), "how far the stream is read"),
         (be_beside_the_one_that_records, "another worker writes the records on this disk"),
     ],
     ids=["no step", "update", "best", "audit", "doubt", "compression", "stream", "disks"],

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.config import overrides
 from manyhosts.errors import ConfigError, TrainingError
 
 INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -37,6 +38,7 @@ def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
     [
         ({"optimizers": {"three": lambda params: torch.optim.SGD(params, 0.1)}}, "three"),
         ({"schedulers": {"both": lambda optimizer: None}}, "no optimizer of this name"),
+        ({"warmup": "5 steps"}, "scheduler that begins with a low rate"),
         ({"optimizers": {"one": lambda params: torch.optim.LBFGS(params)}}, "as often as it likes"),
         ({"optimizers": {"one": lambda params: None}}, "not a torch.optim.Optimizer"),
         ({"optimizers": {n: lambda p: torch.optim.SGD(p, 0.1) for n in ("one", "one+two")}}, "both change"),
@@ -82,6 +84,15 @@ def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(
     with pytest.raises(ConfigError, match=words) as refused:
         made(run_dir=tmp_path).fit(step, "1 step")
     assert "mh.Trainer(" not in str(refused.value)
+
+
+def test_setting_of_the_command_line_that_a_step_of_its_own_does_not_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in overrides.to_environment({"clip_gradients": "1.0"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"clip_gradients is for the step(.|\n)*run\.update\(clip=…\)"):
+        made()
 
 
 def test_verbs_outside_of_a_step_are_refused() -> None:

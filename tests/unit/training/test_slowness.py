@@ -107,7 +107,7 @@ def test_it_is_said_once_when_it_is_sure_and_once_when_it_is_over() -> None:
 def test_noise_of_busy_machines_names_nobody() -> None:
     """Medians of windows that differ by a third either way, as on machines with thirty programs for each core."""
     chance = random.Random(1)
-    judge = pace.of_workers()
+    judge = pace.SlownessDetector(pace.SLOW, 3)
     for _ in range(2000):
         parts = [part(host, 0.1 * chance.uniform(0.8, 1.2)) for host in "abcd"]
         assert judge.hear(factors(*parts)) == []

@@ -35,7 +35,7 @@ def _cloned(tensor: Tensor) -> Tensor | None:
 
 
 def _set(tensor: Tensor, before: Tensor | None) -> None:
-    if before is not None and not _same(tensor, before):
+    if before is not None and not same(tensor, before):
         tensor.data = before.clone()
 
 
@@ -110,12 +110,12 @@ def saved(value: Any, depth: int = _DEPTH) -> Saved:
     return Saved(value, inside)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether both hold the same, as far as that can be seen of values."""
     if isinstance(one, Saved) and isinstance(other, Saved):
         if one.inside is None and isinstance(one.value, _PLAIN):
-            return _same(one.value, other.value)
-        return type(one.value) is type(other.value) and _same(one.inside, other.inside)
+            return same(one.value, other.value)
+        return type(one.value) is type(other.value) and same(one.inside, other.inside)
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -123,9 +123,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     return bool(one == other) or (one != one and other != other)
 
 
@@ -141,7 +141,7 @@ Held = Mapping[str, Saved]
 
 def differing(one: Held, other: Held) -> list[str]:
     """The names of what is not the same in both."""
-    return [name for name, each in other.items() if name not in one or not _same(one[name], each)]
+    return [name for name, each in other.items() if name not in one or not same(one[name], each)]
 
 
 class HeldValues:

@@ -23,6 +23,7 @@ from manyhosts.communication.collectives import Collectives
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.training.consistency.held_values import same
 
 if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
     from torchmetrics import Metric, MetricCollection
@@ -182,22 +183,10 @@ def put_back(metric: Metric, before: Sequence[Mapping[str, Any]]) -> bool:
     is_changed = False
     for holder, kept in zip(_holders(metric), before, strict=True):
         for name, value in kept.items():
-            if not _same(getattr(holder, name, None), value):
+            if not same(getattr(holder, name, None), value):
                 setattr(holder, name, value)
                 is_changed = True
     return is_changed
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
 
 
 @cache

@@ -86,7 +86,7 @@ class ForwardPass:
             # In the backward pass, too, where a checkpoint computes again.
             self.global_batch.ghost = piece.weight == 0
         looks = piece.weight != 1 and piece.address[0] < _FIRST_STEPS
-        # Those of now: where a strategy keeps parts, others stand in their place while the model is computed.
+        # Those of now: where a strategy keeps parts, others are in their place while the model is computed.
         parameters = list(module.parameters()) if looks else []
         before = _gradients(parameters)
         model = module.model if isinstance(module, ModelAndLoss) else module

@@ -27,26 +27,6 @@ def scale(rule: str | None, workers: int) -> float:
     return math.sqrt(workers) if rule == "sqrt" else 1.0
 
 
-def warmup_steps(warmup: str | None, steps_per_epoch: int | None) -> int:
-    """The length of the warm-up in steps.
-
-    Raises:
-        ConfigError: it is given in epochs, and the training set is a stream.
-    """
-    if warmup is None:
-        return 0
-    duration = Duration.parse(warmup, where="warmup")
-    if duration.steps is not None:
-        return duration.steps
-    if steps_per_epoch is None:
-        raise ConfigError(
-            f"warmup is {warmup!r}, but it is not known how many steps an epoch of a stream has",
-            where="warmup",
-            fix='give it in steps, such as warmup="500 steps"',
-        )
-    return round((duration.epochs or 0) * steps_per_epoch)
-
-
 class VanishedRate:
     """Notices when a schedule that moves on after every step has taken the learning rate to next to nothing."""
 
@@ -79,6 +59,26 @@ class WarmUp:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+
+    @classmethod
+    def of(cls, warmup: str | None, steps_per_epoch: int | None) -> WarmUp:
+        """The one that the setting asks for.
+
+        Raises:
+            ConfigError: it is given in epochs, and the training set is a stream.
+        """
+        if warmup is None:
+            return cls(0)
+        duration = Duration.parse(warmup, where="warmup")
+        if duration.steps is not None:
+            return cls(duration.steps)
+        if steps_per_epoch is None:
+            raise ConfigError(
+                f"warmup is {warmup!r}, but it is not known how many steps an epoch of a stream has",
+                where="warmup",
+                fix='give it in steps, such as warmup="500 steps"',
+            )
+        return cls(round((duration.epochs or 0) * steps_per_epoch))
 
     def factor(self, step: int) -> float:
         """The share of the learning rate in the step after `step` steps; 1 once the warm-up is over."""

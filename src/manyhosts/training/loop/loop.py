@@ -15,16 +15,16 @@ from typing import Any
 from manyhosts.data import randomness
 from manyhosts.data.steps import Steps
 from manyhosts.errors import TrainingError
-from manyhosts.events import EpochDone, Note, StepDone, StepTiming, ValidationDone
+from manyhosts.events import EpochDone, Note, StepDone, ValidationDone
 from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
 from manyhosts.strategies.strategy import UpdatesWithin
 from manyhosts.training.consistency.finite import first_not_finite
 from manyhosts.training.consistency.held_values import DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.evaluate import CutOff, OfAllSets
+from manyhosts.training.evaluation.evaluate import CutOff
 from manyhosts.training.loop.learning_rate import VanishedRate
 from manyhosts.training.loop.numbers import BadStep, StepFacts, StepMetricValues, named
-from manyhosts.training.loop.step import NoteSamples, Stepper
+from manyhosts.training.loop.step import Stepper
 from manyhosts.training.loop.training import Progress, Training, due, reached, total_steps
 from manyhosts.training.telemetry.pace import StragglerMonitor
 from manyhosts.units import Duration
@@ -34,12 +34,7 @@ class StepReporter:
     """Tells the steps of one loop, its epochs, and what its workers have found out on the way."""
 
     def __init__(self, training: Training) -> None:
-        self.parts, self.state, self.flags, self.tell = training.parts, training.state, training.flags, training.tell
-        self.bad_steps, self.numbers, self.snapshot_schedule = (
-            training.bad_steps,
-            training.numbers,
-            training.snapshot_schedule,
-        )
+        self.training = training
         steps = total_steps(training.limit, training.parts.source.steps_per_epoch)
         self.rate = VanishedRate(steps) if training.schedule.follows_steps else None
         self.last: StepFacts | None = None
@@ -51,9 +46,9 @@ class StepReporter:
         Raises:
             BadStep, TrainingError: see `of_step`.
         """
-        for numbers in self.numbers.read(all_of_them=all_of_them):
+        for numbers in self.training.numbers.read(all_of_them=all_of_them):
             self.of_step(numbers)
-        if self.parts.world.notes or self.parts.world.news:
+        if self.training.parts.world.notes or self.training.parts.world.news:
             self.of_world()
 
     def of_step(self, numbers: StepMetricValues) -> None:
@@ -64,30 +59,30 @@ class StepReporter:
             TrainingError: its numbers are none, and that ends the run.
         """
         good = self.check(numbers)
-        self.flags.hear(numbers.control_flags)
-        state, facts = self.state, numbers.facts
+        self.training.hear(numbers.control_flags)
+        state, facts = self.training.state, numbers.facts
         if good:
             weight = facts.samples if facts.weight is None else facts.weight
             state.epoch_loss += numbers.values["loss"] * weight
             state.epoch_weight += weight
             state.epoch_samples += facts.samples
         state.epoch_seconds += facts.timing.total
-        self.tell(step_done(numbers))
+        self.training.tell(step_done(numbers))
         if self.rate is not None and (text := self.rate.note(facts.lr, facts.step)):
-            self.tell(Note(text=text, step=facts.step, time=time.time()))
+            self.training.tell(Note(text=text, step=facts.step, time=time.time()))
 
     def of_world(self) -> None:
         """Tell what the exchanges between workers have left to be said."""
-        world, step = self.parts.world, self.state.step
+        world, step = self.training.parts.world, self.training.state.step
         while world.notes:
-            self.tell(Note(text=world.notes.pop(0), step=step, time=time.time()))
+            self.training.tell(Note(text=world.notes.pop(0), step=step, time=time.time()))
         while world.news:
-            self.tell(world.news.pop(0)(step=step, time=time.time()))
+            self.training.tell(world.news.pop(0)(step=step, time=time.time()))
 
     def of_epoch(self) -> None:
         """Tell the sums of the epoch that has ended, and begin new ones."""
-        state = self.state
-        self.tell(
+        state = self.training.state
+        self.training.tell(
             EpochDone(
                 step=state.step,
                 epoch=state.position.epoch - 1,
@@ -101,27 +96,25 @@ class StepReporter:
 
     def check(self, numbers: StepMetricValues) -> bool:
         """Whether the numbers of a step are numbers. Where not, stop, go back, or say that the step was left out."""
-        facts, trouble = numbers.facts, self.bad_steps.trouble(numbers)
+        facts, bad_steps = numbers.facts, self.training.bad_steps
+        trouble = bad_steps.trouble(numbers)
         if not trouble:
             self.last = facts
             return True
         where = _where(facts)
         if facts.weight == 0:
             trouble = "none of its samples counts in the loss"
-        elif facts.step in self.state.left_out:
+        elif facts.step in self.training.state.left_out:
             trouble = "it went wrong before"
-        elif self.bad_steps.rewinds:
+        elif bad_steps.rewinds:
             raise BadStep(facts.step, trouble, where)
-        if facts.weight == 0 or self.bad_steps.leave_out or self.bad_steps.rewinds:
+        if facts.weight == 0 or bad_steps.leave_out or bad_steps.rewinds:
             text = f"step {facts.step} was left out: {trouble} ({where})"
-            self.tell(Note(text=text, step=facts.step, time=time.time()))
+            self.training.tell(Note(text=text, step=facts.step, time=time.time()))
             return False
         # On a GPU later steps have changed the weights by now, and where it updates within itself this one has.
-        if (
-            self.bad_steps.on_cpu
-            and not isinstance(self.parts.strategy, UpdatesWithin)
-            and (what := self._not_finite())
-        ):
+        is_as_before = bad_steps.on_cpu and not isinstance(self.training.parts.strategy, UpdatesWithin)
+        if is_as_before and (what := self._not_finite()):
             raise self._bad_update(what)
         raise self._end(f"{trouble} in step {facts.step}", where)
 
@@ -132,16 +125,16 @@ class StepReporter:
             TrainingError: a weight is NaN or infinite.
         """
         what = self._not_finite()
-        if self.bad_steps.drifts and self.parts.world.any(bool(what)):  # what is kept is the mean
+        if self.training.bad_steps.drifts and self.training.parts.world.any(bool(what)):  # what is kept is the mean
             what = what or "nan in the model of another worker"
         if what:
             raise self._bad_update(what)
 
     def _not_finite(self) -> str:
         """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
-        strategy = self.parts.strategy
-        what = first_not_finite(self.parts.trained, strategy.holding)
-        if not strategy.traits.holds_full_model and self.parts.world.any(bool(what)):
+        parts, strategy = self.training.parts, self.training.parts.strategy
+        what = first_not_finite(parts.trained, strategy.holding)
+        if not strategy.traits.holds_full_model and parts.world.any(bool(what)):
             what = what or "nan or infinity in what another worker holds of the model"
         return what
 
@@ -155,7 +148,7 @@ class StepReporter:
         return TrainingError(
             what,
             where=where,
-            fix=f"{self.snapshot_schedule.last_good()} Look at those samples, lower the learning rate, "
+            fix=f"{self.training.snapshot_schedule.last_good()} Look at those samples, lower the learning rate, "
             'set clip_gradients, or leave such steps out with on_bad_step="skip" or "rewind"',
         )
 
@@ -166,7 +159,7 @@ def _where(facts: StepFacts) -> str:
 
 def step_done(numbers: StepMetricValues) -> StepDone:
     """The news of one step."""
-    facts, host = numbers.facts, numbers.facts.timing
+    facts = numbers.facts
     return StepDone(
         step=facts.step,
         epoch=facts.epoch,
@@ -174,14 +167,7 @@ def step_done(numbers: StepMetricValues) -> StepDone:
         lr=facts.lr,
         samples=facts.samples,
         gradient_norm=numbers.gradient_norm,
-        timing=StepTiming(
-            total=host.total,
-            compute=host.work - numbers.exposed,
-            communication_exposed=numbers.exposed,
-            data_wait=host.data_wait,
-            snapshot_stall=host.snapshot_stall,
-            other=host.total - host.work - host.data_wait - host.snapshot_stall,
-        ),
+        timing=facts.timing,
         bytes_sent=facts.bytes_sent,
         exchange_seconds=facts.exchange_s,
         weight=facts.weight,
@@ -193,21 +179,9 @@ def step_done(numbers: StepMetricValues) -> StepDone:
 class AfterStep:
     """Those of one loop, in order. Where a failure comes between two, the rest is done when training continues."""
 
-    def __init__(
-        self,
-        training: Training,
-        step_reporter: StepReporter,
-        *,
-        validation: OfAllSets | None,
-        pace: StragglerMonitor | None,
-        flush: Callable[[], bool],
-    ) -> None:
-        """`flush` writes what was recorded; whether a disk has taken it."""
-        parts, settings, at = training.parts, training.settings, training.at
-        self.parts, self.settings, self.state, self.at = parts, settings, training.state, at
-        self.limit, self.snapshot_schedule = training.limit, training.snapshot_schedule
-        self.stop_signals, self.numbers, self.schedule = training.stop_signals, training.numbers, training.schedule
-        self.step_reporter, self.validation, self.pace, self.flush = step_reporter, validation, pace, flush
+    def __init__(self, training: Training, step_reporter: StepReporter, pace: StragglerMonitor | None) -> None:
+        parts, settings = training.parts, training.settings
+        self.training, self.step_reporter, self.pace = training, step_reporter, pace
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.dataset_watch = DatasetWatch(
@@ -223,35 +197,31 @@ class AfterStep:
             self.keep_best,
             self.save_if_due,
         )
-        at.all_actions = at.done_actions = len(self.all)
-        at.first_duty = 0 if exchanges else self.all.index(self.compare_pace)
-        at.before = self.now()
+        training.all_actions = training.done_actions = len(self.all)
+        training.first_duty = 0 if exchanges else self.all.index(self.compare_pace)
+        training.before = training.now()
 
     def do(self, most: int | None = None) -> None:
         """Do what is due after the last step, or the first `most` of it: each once, also after a failure."""
-        at, most = self.at, len(self.all) if most is None else most
-        while at.done_actions < most:
-            self.all[at.done_actions]()
-            at.done_actions += 1
-
-    def now(self) -> Progress:
-        """How far the run has come, in numbers that are equal on all workers."""
-        state = self.state
-        return Progress(state.step, self.parts.source.epochs(state.position), state.seconds)
+        training, most = self.training, len(self.all) if most is None else most
+        while training.done_actions < most:
+            self.all[training.done_actions]()
+            training.done_actions += 1
 
     def is_at_end(self) -> bool:
         """Whether the run is as long as it was asked to be, and no one has asked it to stop before."""
-        return not self.stop_signals.granted and bool(reached(self.limit, self.now()))
+        training = self.training
+        return not training.stop_signals.granted and bool(reached(training.limit, training.now()))
 
     # Those of the training itself.
 
     def exchange(self) -> None:
         """Where workers step alone: exchange what is due after the last step, and tell the step with what that took."""
-        world, strategy = self.parts.world, self.parts.strategy
+        world, strategy = self.training.parts.world, self.training.parts.strategy
         assert isinstance(strategy, LocalUpdates), "no other has such a duty"
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
-        strategy.exchange(self.parts.trained)
-        self.numbers.lengthen(
+        strategy.exchange(self.training.parts.trained)
+        self.training.numbers.lengthen(
             time.perf_counter() - begin,
             exposed_s=world.exposed_s - exposed,
             exchange_s=world.exchange_s - exchanged,
@@ -262,68 +232,72 @@ class AfterStep:
 
     def end_epoch(self) -> None:
         """Tell the epoch's sums and begin new ones, where the last step ended one; the schedule may follow epochs."""
-        if self.at.ends_epoch:
+        if self.training.ends_epoch:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
-            self.schedule.after_epoch()
+            self.training.schedule.after_epoch()
 
     def act_after_epoch(self) -> None:
         """Let callbacks act, where the last step ended an epoch."""
-        if self.at.ends_epoch:
+        if self.training.ends_epoch:
             self.call_callbacks("after_epoch")
 
     def call_callbacks(self, point: str, **more: Any) -> None:
         """Call that method of each, as of the last step; `more`: what else they know of the moment."""
-        state, callbacks = self.state, self.parts.callbacks
-        if callbacks:
-            self.snapshot_schedule.before_update()
-            randomness.seed_compute(self.settings.seed, randomness.CALLBACK, state.step)
-            callbacks.call(point, self.parts.moment(state.step, self.now().epochs, **more))
+        training, parts, step = self.training, self.training.parts, self.training.state.step
+        if parts.callbacks:
+            training.snapshot_schedule.before_update()
+            randomness.seed_compute(training.settings.seed, randomness.CALLBACK, step)
+            parts.callbacks.call(point, parts.moment(step, training.now().epochs, **more))
 
     def compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
-        if self.pace is not None and self.pace.is_due(self.at.before.seconds, self.state.seconds):
-            self.pace.compare(self.at.taken)
+        training = self.training
+        if self.pace is not None and self.pace.is_due(training.before.seconds, training.state.seconds):
+            self.pace.compare(training.taken)
 
     # Validation.
 
     def validate_if_due(self) -> None:
         """Validate where that is due after the last step."""
-        if self.validation is None:
-            self.state.validation_due = False
+        if self.training.validation is None:
+            self.training.state.validation_due = False
         elif self.validation_is_due():
             self.validate()
 
     def validation_is_due(self) -> bool:
         """Whether a validation is due after the last step. After the last of a run it is, before that is saved."""
-        return self.state.validation_due or due(self.validate_every, self.at.before, self.now()) or self.is_at_end()
+        training = self.training
+        is_due = training.state.validation_due or due(self.validate_every, training.before, training.now())
+        return is_due or self.is_at_end()
 
     def validate(self) -> None:
         """Evaluate, and let early stopping and a plateau schedule judge.
 
         Where a worker is asked to stop meanwhile, all stop, and it is left until the run is resumed.
         """
-        assert self.validation is not None, "validate() is called where there is a validation set"
+        training, state, parts = self.training, self.training.state, self.training.parts
+        schedule, signals = training.snapshot_schedule, training.stop_signals
+        assert training.validation is not None, "validate() is called where there is a validation set"
         self.step_reporter.read(all_of_them=True)
-        begin, self.at.since = time.perf_counter(), time.monotonic()
-        state, parts = self.state, self.parts
-        if self.snapshot_schedule.saved_at == state.step:
-            self.snapshot_schedule.saved_at = -1  # that snapshot knows nothing of this validation
+        begin, training.since = time.perf_counter(), time.monotonic()
+        if schedule.saved_at == state.step:
+            schedule.saved_at = -1  # that snapshot knows nothing of this validation
         try:
             with averaged_parameters(parts.strategy, parts.trained), parts.callbacks.evaluated(parts.trained):
                 compare_weights(parts, f"before the validation of step {state.step}")
-                state.validation = self.validation(parts.model, asked=lambda: self.stop_signals.control_flags)
+                state.validation = training.validation(parts.model, asked=lambda: signals.control_flags)
         except CutOff as cut:
             state.validation_due = True
-            self.stop_signals.hear(cut.asked)
+            signals.hear(cut.asked)
             return
         self.dataset_watch.look()
         state.validated_at, state.validation_due = state.step, False
-        self.snapshot_schedule.check_watched(state.validation)
+        schedule.check_watched(state.validation)
         best = self.note_values(state.validation)
         self.call_callbacks("after_validation", values=dict(state.validation))
-        self.schedule.after_validation(state.validation[self.snapshot_schedule.rule.metric])
-        self.step_reporter.tell(
+        training.schedule.after_validation(state.validation[schedule.rule.metric])
+        training.tell(
             ValidationDone(
                 step=state.step,
                 epoch=self.epoch(),
@@ -336,7 +310,8 @@ class AfterStep:
 
     def note_values(self, values: Mapping[str, float]) -> bool:
         """Whether a validation is the best so far, by the metric that says so; early stopping may end the run."""
-        state, rule, chosen = self.state, self.snapshot_schedule.rule, self.snapshot_schedule.best_rule
+        state, schedule = self.training.state, self.training.snapshot_schedule
+        rule, chosen = schedule.rule, schedule.best_rule
         best = chosen.better(values[chosen.metric], state.best)
         if best:
             state.best, state.best_step = values[chosen.metric], state.step
@@ -344,39 +319,41 @@ class AfterStep:
             state.stopping_best, state.validations_without_gain = values[rule.metric], 0
         else:
             state.validations_without_gain += 1
-        if self.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:
+        if self.training.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:
             state.ended = f"{rule.metric} has not become better for {rule.patience} validations"
         return best
 
     def epoch(self) -> int:
         """The epoch that the last step belongs to."""
-        position = self.state.position
+        position = self.training.state.position
         return position.epoch if position.sample else max(position.epoch - 1, 0)
 
     # What is kept on disk.
 
     def keep_best(self) -> None:
         """Write the model as the best one, where the last validation found it to be."""
-        state = self.state
-        if state.validated_at == state.step == state.best_step != self.snapshot_schedule.best_saved_at:
+        state, schedule = self.training.state, self.training.snapshot_schedule
+        if state.validated_at == state.step == state.best_step != schedule.best_saved_at:
             self.step_reporter.check_weights()
-            self.snapshot_schedule.save_best(state)
+            schedule.save_best(state)
 
     def save_if_due(self) -> None:
         """Make a snapshot where that is due after the last step."""
-        is_due = self.at.save_again or due(self.snapshot_every, self.at.before, self.now())
-        if is_due and self.snapshot_schedule.saved_at != self.state.step:
+        training = self.training
+        is_due = training.save_again or due(self.snapshot_every, training.before, training.now())
+        if is_due and training.snapshot_schedule.saved_at != training.state.step:
             self.save()
-        self.at.save_again = False
+        training.save_again = False
 
     def save(self) -> None:
         """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
         self.step_reporter.read(all_of_them=True)
         self.step_reporter.check_weights()
-        if self.parts.world.any(not self.flush()):
-            self.snapshot_schedule.leave_out(self.state)
+        training = self.training
+        if training.parts.world.any(not training.run_log.flush()):
+            training.snapshot_schedule.leave_out(training.state)
         else:
-            self.snapshot_schedule.save(self.state)
+            training.snapshot_schedule.save(training.state)
 
     # Where training breaks off.
 
@@ -386,34 +363,23 @@ class AfterStep:
 
     def leave_validation(self) -> None:
         """Do what is due after the last step and needs no other worker, and note whether a validation is left to do."""
-        at, state, place = self.at, self.state, self.before_validation()
+        state, place = self.training.state, self.before_validation()
         self.do(place)
-        is_open = (at.done_actions == place and self.validation_is_due()) or self.is_at_end()
-        state.validation_due = self.validation is not None and state.validated_at != state.step and is_open
+        is_open = (self.training.done_actions == place and self.validation_is_due()) or self.is_at_end()
+        state.validation_due = self.training.validation is not None and state.validated_at != state.step and is_open
 
 
 class Loop:
     """Trains until a rule gives a reason to stop."""
 
-    def __init__(
-        self,
-        training: Training,
-        *,
-        validation: OfAllSets | None,
-        flush: Callable[[], bool],
-        note_samples: NoteSamples | None,
-        see_first: Callable[[Any], None] | None = None,
-        keep_buffers: bool = False,
-        pace: StragglerMonitor | None = None,
-    ) -> None:
-        """`flush`, `pace`: see `AfterStep`. `note_samples`, `see_first`, `keep_buffers`: see `Stepper`."""
-        self.parts, self.settings, self.state, self.at = training.parts, training.settings, training.state, training.at
-        self.stop_signals, self.flags, self.limit = training.stop_signals, training.flags, training.limit
+    def __init__(self, training: Training, pace: StragglerMonitor | None = None) -> None:
+        """`pace`: see `AfterStep`."""
+        self.training = training
         self.exchanges = not training.parts.strategy.traits.synchronous
         """Whether workers step alone, and exchange something after a step."""
         self.step_reporter = StepReporter(training)
-        self.after_step = AfterStep(training, self.step_reporter, validation=validation, pace=pace, flush=flush)
-        self.stepper = Stepper(training, note_samples=note_samples, see_first=see_first, keep_buffers=keep_buffers)
+        self.after_step = AfterStep(training, self.step_reporter, pace)
+        self.stepper = Stepper(training)
 
     def train(self) -> str:
         """Train from where the state is, after what is still due there.
@@ -423,23 +389,24 @@ class Loop:
         Raises:
             BadStep: a step went wrong, and all are to go back to before it.
         """
-        self.parts.trained.train()
-        if self.parts.watcher is not None:
-            self.parts.watcher.begins(self.parts, self.settings, self.state)
+        training, parts, state = self.training, self.training.parts, self.training.state
+        parts.trained.train()
+        if parts.watcher is not None:
+            parts.watcher.begins(parts, training.settings, state)
         self.stepper.counting.settled = False
         self.after_step.call_callbacks("begin")
         steps: Steps | None = None
         while True:
             self.after_step.do()
-            if self.at.change_granted:
+            if training.change_granted:
                 reason = ""
                 break
-            now = self.after_step.now()
-            if reason := self.stop_signals.granted or self.state.ended or reached(self.limit, now):
+            now = training.now()
+            if reason := training.stop_signals.granted or state.ended or reached(training.limit, now):
                 break
             if steps is None:
-                steps = self.parts.source.steps(self.state.position, self.state.stream)
-            self.at.before = now
+                steps = parts.source.steps(state.position, state.stream)
+            training.before = now
             self.stepper.train_step(steps)
             if not self.exchanges:
                 self.step_reporter.read()
@@ -451,52 +418,50 @@ class Loop:
 
     # Where it is, for those who take it elsewhere.
 
-    def stand(self) -> None:
+    def be_at_snapshot(self) -> None:
         """The state is that of a snapshot now: forget what was under way."""
-        after_step, at = self.after_step, self.at
-        after_step.numbers.pending.clear()
-        at.stand(done_actions=after_step.before_validation() if self.state.validation_due else len(after_step.all))
-        at.save_again, at.before = self.state.validation_due, after_step.now()
-        if self.parts.auditor is not None:
-            self.parts.auditor.forget()
-
-    def invalidate_state(self) -> None:
-        """What this worker holds is of no use to others, until it is at a snapshot or takes another's place."""
-        self.at.inconsistent = True
-
-    def doubt(self, trusted: int | None) -> None:
-        """The steps after `trusted` are in doubt; None: no step is."""
-        self.at.trusted = trusted
+        training, after_step = self.training, self.after_step
+        training.numbers.pending.clear()
+        is_due = training.state.validation_due
+        training.done_actions = after_step.before_validation() if is_due else len(after_step.all)
+        training.ends_epoch, training.under_way, training.inconsistent = False, 0, False
+        training.save_again, training.before = is_due, training.now()
+        if training.parts.auditor is not None:
+            training.parts.auditor.forget()
 
     def enter_group(self) -> None:
         """This worker is among others now: have the state of the last step that was finished."""
         self.step_reporter.read(all_of_them=True)
-        self.at.change_granted = False  # what it granted has happened
+        self.training.change_granted = False  # what it granted has happened
 
-    def go_on(self, *, save_again: bool) -> None:
+    def resume(self, *, save_again: bool) -> None:
         """All workers are as far as the farthest. `save_again`: a snapshot is lost that was being written."""
-        self.at.go_on(save_again=save_again)
+        training = self.training
+        training.under_way, training.tried, training.inconsistent = 0, 0, False
+        if save_again:
+            training.save_again = True
+            training.done_actions = min(training.done_actions, training.all_actions - 1)
         self.stepper.first_steps.stream_is_new = False  # a new worker would not compare it
-        if self.parts.world.is_leader:
-            self.flags.start_clock()
+        if training.parts.world.is_leader:
+            training.start_clock()
 
     def place(self) -> dict[str, Any]:
         """Where this worker is besides its `RunState`, in plain values, for one that is late."""
-        at, snapshot_schedule = self.at, self.after_step.snapshot_schedule
+        training, before = self.training, self.training.before
         return {
-            "duties_done": at.done_actions,
-            "ends_epoch": at.ends_epoch,
-            "before": [at.before.step, at.before.epochs, at.before.seconds],
-            "granted": self.stop_signals.granted,
-            "number": self.stop_signals.number,
-            "saved_at": snapshot_schedule.saved_at,
-            "best_saved_at": snapshot_schedule.best_saved_at,
+            "duties_done": training.done_actions,
+            "ends_epoch": training.ends_epoch,
+            "before": [before.step, before.epochs, before.seconds],
+            "granted": training.stop_signals.granted,
+            "number": training.stop_signals.number,
+            "saved_at": training.snapshot_schedule.saved_at,
+            "best_saved_at": training.snapshot_schedule.best_saved_at,
         }
 
     def take_place(self, given: dict[str, Any]) -> None:
-        """Stand where the worker is that gave `place`, whose state this worker holds now."""
-        at, snapshot_schedule = self.at, self.after_step.snapshot_schedule
-        at.done_actions, at.ends_epoch, at.inconsistent = given["duties_done"], given["ends_epoch"], False
-        at.before = Progress(*given["before"])
-        self.stop_signals.granted, self.stop_signals.number = given["granted"], given["number"]
-        snapshot_schedule.saved_at, snapshot_schedule.best_saved_at = given["saved_at"], given["best_saved_at"]
+        """Be where the worker is that gave `place`, whose state this worker has now."""
+        training, signals, schedule = self.training, self.training.stop_signals, self.training.snapshot_schedule
+        training.done_actions, training.ends_epoch = given["duties_done"], given["ends_epoch"]
+        training.inconsistent, training.before = False, Progress(*given["before"])
+        signals.granted, signals.number = given["granted"], given["number"]
+        schedule.saved_at, schedule.best_saved_at = given["saved_at"], given["best_saved_at"]

@@ -26,23 +26,12 @@ from torch import Tensor
 
 from manyhosts.data.order import Indices
 from manyhosts.device import Event, is_asynchronous, module
+from manyhosts.events import StepTiming
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.buffers import BufferCopies
 
 LAG_ON_GPU = 2
-
-
-@dataclass(slots=True)
-class HostTiming:
-    """What the host's clock says of a step, in seconds; once its numbers are known, the clock of its device."""
-
-    total: float
-    data_wait: float
-    exposed: float
-    snapshot_stall: float
-    work: float
-    """Forward, backward, clipping and update, the waits inside them included."""
 
 
 @dataclass(slots=True)
@@ -56,7 +45,8 @@ class StepFacts:
     bytes_sent: int
     exchange_s: float
     """From the first gradient's leaving to the last sum's arrival; 0 on a GPU."""
-    timing: HostTiming
+    timing: StepTiming
+    """By the host's clock; once the numbers are known, by the clock of the device."""
     time: float
     indices: Indices
     """The samples of the global batch, as `Step.taken` has them."""
@@ -74,8 +64,6 @@ class StepMetricValues:
     values: Mapping[str, float]
     gradient_norm: float | None
     control_flags: Sequence[float]
-    exposed: float
-    """Seconds in which this worker waited for others, by the clock of its device."""
 
 
 @dataclass(slots=True)
@@ -135,9 +123,7 @@ class DeferredMetrics:
         if not self.is_asynchronous:
             known = control_flags.tolist() if isinstance(control_flags, Tensor) else control_flags
             numbers = {name: value.item() for name, value in values.items()}
-            self.pending.append(
-                StepMetricValues(facts, numbers, None if norm is None else norm.item(), known, facts.timing.exposed)
-            )
+            self.pending.append(StepMetricValues(facts, numbers, None if norm is None else norm.item(), known))
             return
         on_device = (
             control_flags if isinstance(control_flags, Tensor) else torch.tensor(control_flags, dtype=torch.float64)
@@ -174,13 +160,13 @@ class DeferredMetrics:
             timing=replace(
                 timing,
                 total=timing.total + seconds,
-                exposed=timing.exposed + exposed_s,
-                work=timing.work + seconds,
+                communication_exposed=timing.communication_exposed + exposed_s,
+                compute=timing.compute + seconds - exposed_s,
             ),
             time=time.time(),
         )
         if isinstance(last, StepMetricValues):
-            self.pending.append(replace(last, facts=facts, exposed=last.exposed + exposed_s))
+            self.pending.append(replace(last, facts=facts))
         else:
             waits = [*last.waits, *waits]
             self.pending.append(replace(last, facts=facts, waits=waits, event=self._event()))  # after the new waits
@@ -205,18 +191,24 @@ def _known(pending: _Pending | StepMetricValues) -> StepMetricValues:
     if pending.settle is not None and flag:
         # Every worker reads this step at the same place, so all of them are here.
         values |= {name: value.item() for name, value in pending.settle().items()}
-    timing = _by_device(pending)
-    return StepMetricValues(replace(pending.facts, timing=timing), values, norm, left, timing.exposed)
+    return StepMetricValues(replace(pending.facts, timing=_by_device(pending)), values, norm, left)
 
 
-def _by_device(pending: _Pending) -> HostTiming:
+def _by_device(pending: _Pending) -> StepTiming:
     """The time of a step that is over, by the clock of its device. What the host waited for counts as far as that had
     nothing to do meanwhile."""
     host = pending.facts.timing
     left = total = pending.began.elapsed_time(pending.event) / 1000
     left -= (data_wait := min(left, host.data_wait, _between(pending.data_waits)))
     left -= (stall := min(left, host.snapshot_stall))
-    return HostTiming(total, data_wait, min(left, _between(pending.waits)), stall, left)
+    exposed = min(left, _between(pending.waits))
+    return StepTiming(
+        total=total,
+        compute=left - exposed,
+        communication_exposed=exposed,
+        data_wait=data_wait,
+        snapshot_stall=stall,
+    )
 
 
 def _between(pairs: Sequence[tuple[Event, Event]]) -> float:
@@ -269,9 +261,14 @@ class BadSteps:
             good = bool(found.isfinite())
             if not good:
                 self.bad_norms[step] = found.item()
-        if not good and self.buffers:
-            self.buffers.put_back()
+        if not good:
+            self.put_back()
         return not good and not self.scaled
+
+    def put_back(self) -> None:
+        """Have the buffers as they were before the step, where it may be left out."""
+        if self.buffers:
+            self.buffers.put_back()
 
     def shown(self, step: int, norm: Tensor | None) -> Tensor | None:
         """The norm that is reported of `step`, whose gradient is complete: now and then also where none clips by it."""

@@ -24,17 +24,14 @@ from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import newest_complete
 from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.loop.loop import Loop
-from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry.run_log import RunLog
+from manyhosts.training.loop.training import Training
 
 
 class RunEnd:
     """That of one run. Made before it begins."""
 
-    def __init__(self, parts: Parts, state: RunState, snapshot_schedule: SnapshotSchedule, run_log: RunLog) -> None:
-        self._parts, self._state, self._snapshot_schedule, self._run_log = parts, state, snapshot_schedule, run_log
+    def __init__(self, training: Training) -> None:
+        self._training = training
         self._neighbours = Neighbours()
 
     def save(self, loop: Loop) -> None:
@@ -43,7 +40,7 @@ class RunEnd:
         Raises:
             TrainingError: it is not, and there is none left that may go.
         """
-        snapshot_schedule, step = self._snapshot_schedule, self._state.step
+        snapshot_schedule, step = self._training.snapshot_schedule, self._training.state.step
         if snapshot_schedule.saved_at != step:
             loop.after_step.save()
         snapshot_schedule.finish()
@@ -52,10 +49,10 @@ class RunEnd:
             if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
                 # The leader alone knows all of it.
                 reported = [snapshot_schedule.trouble, snapshot_schedule.last_good()]
-                trouble, last_good = gather_plain(self._run_log.world, reported)[0]
+                trouble, last_good = gather_plain(self._training.parts.world, reported)[0]
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
-                    where=str(self._snapshot_schedule.store.folder),
+                    where=str(snapshot_schedule.store.folder),
                     fix=f"make room on that disk and start again. {last_good}",
                 )
             tried_again = True
@@ -83,25 +80,23 @@ class RunEnd:
 
     def record(self, status: str, reason: str, *, is_failure: bool = True) -> str:
         """Record how the run ended. Returns the hash of the weights; nothing where no one can know it."""
-        strategy = self._parts.strategy
+        training, parts, step = self._training, self._training.parts, self._training.state.step
         # After a failure the others may not come to where the entire weights are put together.
-        can_hash = strategy.traits.holds_full_model or not is_failure
-        knows = can_hash and self._run_log.world.drain()
-        weights = weights_sha256(self._parts.model, strategy.holding) if knows else ""
-        position = self._state.position
-        if self._run_log.world.is_leader and (others := self._neighbours.in_words()):
-            self._run_log.tell(Note(text=others, step=self._state.step, time=time.time()))
-        self._run_log.tell_end(
+        can_hash = parts.strategy.traits.holds_full_model or not is_failure
+        weights = weights_sha256(parts.model, parts.strategy.holding) if can_hash and parts.world.drain() else ""
+        if parts.world.is_leader and (others := self._neighbours.in_words()):
+            training.run_log.tell(Note(text=others, step=step, time=time.time()))
+        training.run_log.tell_end(
             RunEnded(
-                step=self._state.step,
-                epoch=position.epoch,
+                step=step,
+                epoch=training.state.position.epoch,
                 status=status,
                 reason=reason,
                 weights_sha256=weights,
                 time=time.time(),
             )
         )
-        self._run_log.flush()
+        training.run_log.flush()
         return weights
 
 
@@ -113,17 +108,18 @@ _LEADER_FIRST_S = 0.3
 class LastSnapshot:
     """That of one worker. Made before it is known whether there will be one."""
 
-    def __init__(self, snapshot_schedule: SnapshotSchedule, run_log: RunLog, loop: Loop) -> None:
-        self.snapshot_schedule, self.run_log, self.loop = snapshot_schedule, run_log, loop
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.snapshot_schedule, self.run_log = loop.training.snapshot_schedule, loop.training.run_log
 
     def why_not(self) -> str:
         """Why what this worker holds is not all that a run needs to continue; empty where it is."""
-        parts, state, loop = self.snapshot_schedule.parts, self.loop.state, self.loop
-        if state.step < 1 or loop.at.inconsistent:
+        training, parts, state = self.loop.training, self.loop.training.parts, self.loop.training.state
+        if state.step < 1 or training.inconsistent:
             return "it is not between two steps"
         if state.best_step != state.step and self.snapshot_schedule.lacks_best(state):
             return "the best model, of a step before, was being written"
-        if parts.auditor is not None or loop.at.trusted is not None:
+        if parts.auditor is not None or training.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
         traits = parts.strategy.traits
         if not (traits.synchronous and traits.holds_full_model) or parts.strategy.state_dict():
@@ -150,11 +146,11 @@ class LastSnapshot:
                 if is_alone and not self._is_there() and self._is_ours():
                     self._write()
         except (OSError, ManyhostsError) as error:
-            sys.stderr.write(f"manyhosts: no snapshot could be made of step {self.loop.state.step}: {error}\n")
+            sys.stderr.write(f"manyhosts: no snapshot could be made of step {self.loop.training.state.step}: {error}\n")
 
     def _is_there(self) -> bool:
         newest = newest_complete(self.snapshot_schedule.store.folder, content=False)
-        return newest is not None and newest.step >= self.loop.state.step
+        return newest is not None and newest.step >= self.loop.training.state.step
 
     def _is_ours(self) -> bool:
         """Whether no one continues in the run directory without this worker."""
@@ -165,12 +161,12 @@ class LastSnapshot:
         return run_lock.steal_lock(self.run_log.directory.path, run_lock.token_of_this_run())
 
     def _write(self) -> None:
-        loop, state = self.loop, self.loop.state
+        loop, state = self.loop, self.loop.training.state
         loop.stepper.settle(finished=False)
         loop.step_reporter.read(all_of_them=True)
         loop.step_reporter.check_weights()
         loop.after_step.leave_validation()
-        self.run_log.become_leader(goes_on=False)
+        self.run_log.become_leader(continues=False)
         if self.run_log.flush() and self.snapshot_schedule.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")
             self.run_log.flush()

@@ -7,20 +7,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.shared_norm import acting
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
+from manyhosts.events import StepTiming
 from manyhosts.snapshot.store import Store
-from manyhosts.strategies.audit import Auditable
+from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import (
+    Compute,
     Elastic,
     FixedParts,
     HandsOut,
@@ -33,7 +37,7 @@ from manyhosts.strategies.strategy import (
 )
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.compute import may_draw
-from manyhosts.training.loop.numbers import DeferredMetrics, HostTiming, StepFacts
+from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
 from manyhosts.training.loop.training import Training
 from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.setup.model_checks import several_gradients
@@ -41,54 +45,42 @@ from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.pace import NormPrice
 
 _NOTHING = nullcontext()
-NoteSamples = Callable[[int, Sequence[int]], None]
 
 
 class Stepper:
-    """Takes optimizer steps. What surrounds them is the loop's: which come, and what is due after each."""
+    """Takes optimizer steps. What surrounds them is the loop's: which come, and what is due after each.
 
-    def __init__(
-        self,
-        training: Training,
-        *,
-        note_samples: NoteSamples | None,
-        see_first: Callable[[Any], None] | None,
-        keep_buffers: bool,
-    ) -> None:
-        """`see_first` is shown the first batch.
+    A step is made of two verbs, `backward` and `update`. Each is called once for a session that is given a loss and an
+    optimizer; a step that the script has written (`own_loop.own_step`) calls them as often as it wants.
+    """
 
-        `keep_buffers`: remember before each step what its forward pass changes, so that it can be done again.
-        """
-        parts, settings, state = training.parts, training.settings, training.state
-        self.parts, self.settings, self.state, self.at = parts, settings, state, training.at
-        self.flags, self.numbers, self.schedule = training.flags, training.numbers, training.schedule
-        snapshot_schedule, bad_steps, numbers = training.snapshot_schedule, training.bad_steps, training.numbers
-        self.snapshot_schedule, self.bad_steps = snapshot_schedule, bad_steps
-        self.note_samples = note_samples if parts.strategy.mesh.leads_replica else None  # others read the same ones
-        self.transfers = Transfers(parts.world.device, numbers, see_first)
-        self.clock = StepClock(parts.world, snapshot_schedule.store, self.transfers)
-        self.counting = LossWeights(parts, settings, state)
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        parts, settings, strategy = training.parts, training.settings, training.parts.strategy
+        shown = training.run_log.keep_pictures if settings.keep_pictures else None
+        self.transfers = Transfers(parts.world.device, training.numbers, shown)
+        self.clock = StepClock(parts.world, training.snapshot_schedule.store, self.transfers)
+        self.counting = LossWeights(parts, settings, training.state)
         self.first_steps = FirstSteps(parts)
         self.norm_price = NormPrice(parts.batch_norm, parts.world.notes) if parts.batch_norm is not None else None
-        self.buffers = BufferCopies(parts.trained) if keep_buffers else None
-        self.watcher = parts.watcher
-        self.updates_within = parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin)
+        self.buffers = BufferCopies(parts.trained) if training.survives else None
+        self.norm: Tensor | None = None
+        """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
         if parts.own_step is not None:
-            parts.own_step.remembers = keep_buffers or bad_steps.leave_out
-            parts.own_step.done = lambda: state.step
-        if isinstance(parts.strategy, UpdatesWithin):
-            parts.strategy.before_update = snapshot_schedule.before_update
+            remembers = training.survives or training.bad_steps.leave_out
+            parts.own_step.begin(self, training.state, remembers=remembers)
+        if isinstance(strategy, UpdatesWithin):
+            strategy.before_update = training.snapshot_schedule.before_update
         # Asked once: to ask a protocol takes as long as a small layer.
-        self.fixed_parts = parts.strategy if isinstance(parts.strategy, FixedParts) else None
-        self.misuse_told = parts.strategy.misuse_told if isinstance(parts.strategy, TellsMisuse) else nullcontext
-        self.hands_out = parts.strategy if isinstance(parts.strategy, HandsOut) else None
-        self.prepares = parts.strategy if isinstance(parts.strategy, PreparesUpdate) else None
+        self.fixed_parts = strategy if isinstance(strategy, FixedParts) else None
         self.acts = bool(parts.callbacks)
-        """Whether there are callbacks: a session is given them once."""
+        self.prepares = strategy if isinstance(strategy, PreparesUpdate) else None
+        self.misuse_told = strategy.misuse_told if isinstance(strategy, TellsMisuse) else nullcontext
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
-        parts, state, number = self.parts, self.state, self.state.step + 1
+        training, parts, state = self.training, self.training.parts, self.training.state
+        number = state.step + 1
         self.clock.begin()
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
@@ -96,167 +88,197 @@ class Stepper:
         lr = parts.optimizer.param_groups[0]["lr"]
         if state.step < parts.warmup.steps:
             lr *= parts.warmup.factor(state.step)
-        norm, updated = cast(Any, None), False
+        self.norm, updated = None, False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
-            if self.bad_steps.buffers:
-                self.bad_steps.buffers.keep()
+            if training.bad_steps.buffers:
+                training.bad_steps.buffers.keep()
             if parts.auditor is not None:
-                self.audit(number, weighed)
+                self.audit(parts.auditor, number, weighed)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            with self.around(len(pieces)):
-                if parts.own_step is None:
-                    outcome = parts.strategy.forward_backward(
-                        parts.trained, pieces, parts.compute, parts.precision.scale, self.flags.own()
-                    )
-                else:
-                    outcome = parts.own_step.make(pieces, self.flags.own())
-            if self.watcher is not None:
-                self.watcher.differentiates(outcome)
-            norm = self.bad_steps.watched(self.clip())
-            if self.bad_steps.must_go(number, outcome.values["loss"], norm):
-                self.schedule.after_step()
+            if parts.own_step is None:
+                outcome = self.backward(pieces, parts.compute, training.control_flags())
+                if parts.watcher is not None:
+                    parts.watcher.differentiates(outcome)
+                updated = self.update_unless_bad(number, outcome.values["loss"])
             else:
-                norm, updated = self.bad_steps.shown(number, norm), True
-                self.update()
+                outcome, updated = parts.own_step.make(pieces, training.control_flags())
+                self.see_own_step(number, outcome, updated=updated)
         if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
         self.count(step)
-        self.numbers.add(facts, outcome, norm, parts.world.take_waits())
+        training.numbers.add(facts, outcome, self.norm, parts.world.take_waits())
 
-    def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
-        """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
-        self.at.since = time.monotonic()
-        step = self.transfers.next_of(steps)
-        if self.watcher is not None:
-            step = self.watcher.reads(step)
-        with self.misuse_told():
-            weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
-        return step, weighed, weight
+    # What a step is made of.
+
+    def backward(self, pieces: Sequence[Piece], compute: Compute, control_flags: Sequence[float] = ()) -> StepOutcome:
+        """The gradients of what `compute` gives for `pieces`, summed over all workers as the strategy does it."""
+        parts = self.training.parts
+        with self.around(len(pieces)):
+            return parts.strategy.forward_backward(parts.trained, pieces, compute, parts.precision.scale, control_flags)
+
+    def update(self, optimizer: Optimizer, step: Callable[[], Any], *address: int) -> None:
+        """Change the model by the gradients of `optimizer`: call `step`, whose random numbers are of `address`."""
+        training, looking = self.training, self.first_steps.looking
+        if looking:
+            self.first_steps.before_update()
+        if training.snapshot_schedule.is_writing:
+            training.snapshot_schedule.before_update()
+        if may_draw(optimizer):
+            # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
+            randomness.seed_compute(training.settings.seed, *address)
+        training.inconsistent = True
+        try:
+            step()
+        except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+            if "closure" in str(error).lower():
+                raise several_gradients(optimizer) from error
+            raise
+        training.inconsistent = False
+        if looking:
+            self.first_steps.rate = max(float(group["lr"]) for group in optimizer.param_groups)
+
+    def update_unless_bad(self, number: int, loss: Tensor) -> bool:
+        """Step the optimizer, unless loss or gradient is not finite. Whether the model has changed."""
+        training, bad_steps = self.training, self.training.bad_steps
+        self.norm = bad_steps.watched(self.clip())
+        if bad_steps.must_go(number, loss, self.norm):
+            training.schedule.after_step()
+            return False
+        self.norm = bad_steps.shown(number, self.norm)
+        self.step_optimizer()
+        return True
+
+    def see_own_step(self, number: int, outcome: StepOutcome, *, updated: bool) -> None:
+        """What is to be known of a step that the script has written and that is over."""
+        training = self.training
+        if updated:
+            self.norm = training.bad_steps.shown(number, None)
+        else:
+            training.bad_steps.put_back()
+        if training.parts.watcher is not None:
+            training.parts.watcher.differentiates(outcome)
+
+    def clip(self) -> Tensor | None:
+        """Clip the gradient where that is asked for. Returns its norm before."""
+        parts, most = self.training.parts, self.training.settings.clip_gradients
+        if most is None:
+            return None
+        parts.precision.unscale(parts.optimizer)
+        return parts.strategy.clip_gradients(parts.trained, most)
+
+    def step_optimizer(self) -> None:
+        """Have the strategy step the optimizer, and move the schedule."""
+        training, parts, done = self.training, self.training.parts, self.training.state.step
+        warms_up = done < parts.warmup.steps
+        with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else _NOTHING:
+            if self.prepares is not None:
+                self.prepares.prepare_update()
+            step = partial(parts.strategy.update, parts.trained, parts.precision.stepper(parts.optimizer))
+            self.update(parts.optimizer, step, randomness.UPDATE, done)
+        if training.schedule.follows_steps:
+            training.schedule.after_step()
+
+    def pass_over(self) -> StepOutcome:
+        """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""
+        world, flags = self.training.parts.world, self.training.control_flags()
+        sums = world.all_reduce(torch.tensor(flags, dtype=torch.float64, device=world.device))
+        self.training.schedule.after_step()
+        return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, sums)
 
     def around(self, pieces: int) -> AbstractContextManager[None]:
         """What the passes of a step run in: nothing, where there is no BatchNorm and it is none of the first steps."""
-        return _NOTHING if self.parts.batch_norm is None and not self.first_steps.looking else self.writes_seen(pieces)
+        is_plain = self.training.parts.batch_norm is None and not self.first_steps.looking
+        return _NOTHING if is_plain else self.writes_seen(pieces)
 
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        with acting(self.parts.batch_norm):
-            if not self.first_steps.looking or self.updates_within:
+        parts = self.training.parts
+        with acting(parts.batch_norm):
+            # What changes the model in the midst of its passes is not to be told from what passes change.
+            if not self.first_steps.looking or parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin):
                 yield
                 return
             self.first_steps.before_forward()
             yield
             self.first_steps.after_forward(pieces)
-            for copies in (self.buffers, self.bad_steps.buffers):
+            for copies in (self.buffers, self.training.bad_steps.buffers):
                 if copies is not None:
                     copies.follow(self.first_steps.written)
 
+    # What surrounds that.
+
+    def next_of(self, steps: Iterator[Step]) -> tuple[Step, Step, float | None]:
+        """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
+        self.training.since = time.monotonic()
+        step = self.transfers.next_of(steps)
+        if self.training.parts.watcher is not None:
+            step = self.training.parts.watcher.reads(step)
+        with self.misuse_told():
+            weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
+        return step, weighed, weight
+
     def prepare(self, number: int, step: Step) -> None:
         """What must be known before the first forward pass, should the step break off or have to be explained."""
+        training, parts = self.training, self.training.parts
         if self.first_steps.stream_is_new:
             self.first_steps.stream_is_new = False
-            compare_streams(self.parts.world, step)
-        self.parts.world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
-        self.at.begin_step(number, step)
+            compare_streams(parts.world, step)
+        parts.world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
+        training.under_way, training.taken = number, step
         if self.fixed_parts is not None:
             self.fixed_parts.share_out(step.held)
-        if self.note_samples is not None and number not in self.state.left_out:
-            self.note(self.note_samples, number, step)
+        if training.run_log.samples is not None and number not in training.state.left_out:
+            self.note(number, step)
         if self.buffers:
             self.buffers.keep()
-        if self.parts.own_step is not None and self.snapshot_schedule.is_writing:
-            self.snapshot_schedule.before_update()
-        if isinstance(self.parts.batch_norm, GlobalBatch):
-            self.parts.batch_norm.begin_step(step.samples)
+        if parts.own_step is not None and training.snapshot_schedule.is_writing:
+            training.snapshot_schedule.before_update()
+        if isinstance(parts.batch_norm, GlobalBatch):
+            parts.batch_norm.begin_step(step.samples)
 
-    def note(self, note_samples: NoteSamples, number: int, step: Step) -> None:
+    def note(self, number: int, step: Step) -> None:
         """Note which samples this worker computes; of pieces that go to a free worker, each when it is taken."""
-        if self.hands_out is None:
-            note_samples(number, _indices(step.pieces))
+        note_samples, strategy = self.training.run_log.note_samples, self.training.parts.strategy
+        if not strategy.mesh.leads_replica:
+            return  # another reads the same ones
+        if isinstance(strategy, HandsOut):
+            strategy.taken = lambda piece: note_samples(number, _indices([step.pieces[piece]]))
         else:
-            self.hands_out.taken = lambda piece: note_samples(number, _indices([step.pieces[piece]]))
+            note_samples(number, _indices(step.pieces))
 
-    def audit(self, number: int, step: Step) -> None:
+    def audit(self, auditor: Auditor, number: int, step: Step) -> None:
         """Ready the parts that this worker computes again for another."""
-        assert self.parts.auditor is not None, "asked for by its setting"
-        pieces = partial(self.transfers.pieces, self.state.step)
-        self.parts.auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
-
-    def clip(self) -> Any:
-        """Clip the gradient where that is asked for. Returns its norm before."""
-        parts = self.parts
-        if self.settings.clip_gradients is None:
-            return None
-        parts.precision.unscale(parts.optimizer)
-        return parts.strategy.clip_gradients(parts.trained, self.settings.clip_gradients)
-
-    def update(self) -> None:
-        """Change the model by the gradient, and move the schedule."""
-        parts, done, looking = self.parts, self.state.step, self.first_steps.looking
-        if looking:
-            self.first_steps.before_update()
-            rate = max(float(group["lr"]) for group in parts.optimizer.param_groups)
-        if parts.own_step is None:  # which has made its updates itself
-            self.step_optimizer()
-        if looking:
-            self.first_steps.rate = rate * parts.warmup.factor(done)
-
-    def step_optimizer(self) -> None:
-        """Have the strategy step the optimizer, and move the schedule."""
-        parts, done = self.parts, self.state.step
-        if self.snapshot_schedule.is_writing:
-            self.snapshot_schedule.before_update()
-        if may_draw(parts.optimizer):
-            # The noise of a Langevin sampler, say: the same on every worker, and after a resume.
-            randomness.seed_compute(self.settings.seed, randomness.UPDATE, done)
-        warms_up = done < parts.warmup.steps
-        with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else nullcontext():
-            if self.prepares is not None:
-                self.prepares.prepare_update()
-            self.at.inconsistent = True
-            try:
-                parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
-            except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-                if "closure" in str(error).lower():
-                    raise several_gradients(parts.optimizer) from error
-                raise
-        if self.schedule.follows_steps:
-            self.schedule.after_step()
-        self.at.inconsistent = False
-
-    def pass_over(self) -> StepOutcome:
-        """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""
-        world = self.parts.world
-        control_flags = world.all_reduce(torch.tensor(self.flags.own(), dtype=torch.float64, device=world.device))
-        self.schedule.after_step()
-        return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, control_flags)
+        pieces = partial(self.transfers.pieces, self.training.state.step)
+        auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
 
     def call_callbacks(self, step: Step, *, updated: bool) -> None:
         """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
-        parts, state = self.parts, self.state
+        training, parts, state = self.training, self.training.parts, self.training.state
         if not parts.callbacks:
             return
-        self.snapshot_schedule.before_update()
+        training.snapshot_schedule.before_update()
         before = (state.step, parts.source.epochs(state.position))
         moment = parts.moment(state.step + 1, parts.source.epochs(step.after), before=before, updated=updated)
-        randomness.seed_compute(self.settings.seed, randomness.CALLBACK, state.step)
-        self.at.inconsistent = True
+        randomness.seed_compute(training.settings.seed, randomness.CALLBACK, state.step)
+        training.inconsistent = True
         parts.callbacks.call("after_step", moment)
-        self.at.inconsistent = False
+        training.inconsistent = False
 
     def count(self, step: Step) -> None:
-        """The model has changed: from now on the step counts."""
-        state = self.state
+        """The model has changed: from now on the step counts, and what is due after it is due."""
+        training, state = self.training, self.training.state
         state.step += 1
         state.position, state.stream = step.after, step.stream
-        self.at.end_step(ends_epoch=step.ends_epoch)
+        training.under_way, training.ends_epoch = 0, step.ends_epoch
+        training.done_actions = 0 if step.ends_epoch else training.first_duty
         if self.first_steps.looking:
             self.first_steps.after_step()
-        if self.watcher is not None:
-            self.watcher.steps(state.step)
+        if training.parts.watcher is not None:
+            training.parts.watcher.steps(state.step)
 
     def facts(self, number: int, step: Step, lr: float, weight: float | None) -> StepFacts:
         """What is known of a step, which ends here, without waiting for its device."""
@@ -279,23 +301,22 @@ class Stepper:
 
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
-        at, strategy = self.at, self.parts.strategy
+        training, strategy, own_step = self.training, self.training.parts.strategy, self.training.parts.own_step
         self.first_steps.asks_others = False  # new workers do not know how many steps were looked at
-        if at.under_way and not at.inconsistent and isinstance(strategy, Elastic):
-            own_step = self.parts.own_step
+        if training.under_way and not training.inconsistent and isinstance(strategy, Elastic):
             if not finished or own_step is not None or not strategy.complete:
                 if self.buffers:
                     self.buffers.put_back()
                 strategy.step_back()
                 if own_step is not None:
                     own_step.step_back()
-            elif isinstance(strategy, LocalUpdates | InCopies) and at.taken is not None:
+            elif isinstance(strategy, LocalUpdates | InCopies) and training.taken is not None:
                 if isinstance(strategy, LocalUpdates):
                     self.clip()
-                self.update()
-                self.call_callbacks(at.taken, updated=True)
-                self.count(at.taken)
-        at.break_off()
+                self.step_optimizer()
+                self.call_callbacks(training.taken, updated=True)
+                self.count(training.taken)
+        training.tried, training.under_way = max(training.tried, training.under_way), 0
 
 
 def _indices(pieces: Sequence[LoadedPiece | DuePiece]) -> list[int]:
@@ -377,11 +398,19 @@ class StepClock:
         """The samples are here. What workers sent each other to find them is a part of waiting for those."""
         self._fetched, self._exposed = time.perf_counter(), self._world.exposed_s
 
-    def end(self) -> tuple[HostTiming, int, float]:
+    def end(self) -> tuple[StepTiming, int, float]:
         """The model has changed. Gives the times, the bytes sent, and the seconds that exchanges took."""
         end, world = time.perf_counter(), self._world
         stall = self._store.stalled_s - self._stalled
         brought = self._transfers.waited_s - self._brought
         waited, worked = self._fetched - self._begin + brought, end - self._fetched - stall - brought
-        timing = HostTiming(end - self._begin, waited, world.exposed_s - self._exposed, stall, worked)
+        total, exposed = end - self._begin, world.exposed_s - self._exposed
+        timing = StepTiming(
+            total=total,
+            compute=worked - exposed,
+            communication_exposed=exposed,
+            data_wait=waited,
+            snapshot_stall=stall,
+            other=total - worked - waited - stall,
+        )
         return timing, world.bytes_sent - self._sent, world.exchange_s - self._exchanged

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,24 @@ from manyhosts.config.strategies import DDP
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import FixedParts, Piece, StepOutcome, Strategy, SumsByGroup
+from manyhosts.strategies.strategy import Compute, FixedParts, Piece, StepOutcome, Strategy, SumsByGroup
 from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
-from manyhosts.training.loop.compute import ForwardPass, may_draw, step_values
+from manyhosts.training.loop.compute import ForwardPass, step_values
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
+from manyhosts.training.state.run_state import RunState
 
 _NOT_TRIED = (
     "whether each loss is a mean over its samples, or over the count that it gives, could not be tried: a step of the "
     "script's own is not called on a trial; `manyhosts prove` compares 1, 2 and 3 workers"
 )
+_INSTEAD = {
+    "clip_gradients": "clip in the step, for each optimizer: run.update(clip=…)",
+    "warmup": "give a scheduler that begins with a low rate: mh.Run(schedulers=…)",
+}
+"""What an update of the script's own says itself."""
 _LOOKS = 3
 """Steps after which plain attributes of models are looked at."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
@@ -70,19 +76,33 @@ class Group:
     """Of the last backward pass for it in this step."""
 
 
+class Verbs(Protocol):
+    """What a step of either face is made of: see `training.loop.step.Stepper`."""
+
+    def around(self, pieces: int) -> AbstractContextManager[None]:
+        """What passes run in."""
+
+    def backward(self, pieces: Sequence[Piece], compute: Compute, control_flags: Sequence[float] = ()) -> StepOutcome:
+        """The gradients of what `compute` gives, summed over the workers."""
+
+    def update(self, optimizer: Optimizer, step: Callable[[], Any], *address: int) -> None:
+        """Change the model by `step`, whose random numbers are of `address`."""
+
+
 class OwnStep:
     """Runs the user's step, its updates included."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        """`step`: the user's, to be called once for each optimizer step."""
-        self.step = step
+    def __init__(self) -> None:
+        self.step: Callable[[], None]
+        """The user's, to be called once for each optimizer step."""
         self.groups: dict[str, Group] = {}
         self.state: dict[str, Any] = {}
         """The user's own numbers and tensors, equal on all workers."""
         self.remembers = False
-        """Whether a step may be made again, so that what it changes is copied before."""
-        self.done: Callable[[], int] = lambda: 0
-        """Steps done."""
+        self.verbs: Verbs
+        """Of the last run that was begun."""
+        self.run_state = RunState()
+        """Of that run."""
         self.computed: int | None = None
         """The number of the part that is computed now."""
         self.pieces: list[Piece] | None = None
@@ -94,8 +114,8 @@ class OwnStep:
         """Backward passes of this step so far."""
         self._placed: list[nn.Parameter] = []
         """All parameters: to walk through the models in every backward pass takes longer than a small one."""
-        self._undo: list[Callable[[], None]] = []
-        self._copied: set[int] = set()
+        self._undo: dict[str | int, Callable[[], None]] = {}
+        """How to put back what the step under way has changed, in the order of the changes; by group, its optimizer."""
         self._copies = ParameterCopies()
         self._plain: Held | None = None
         """What models keep in plain attributes, before the first step of this process."""
@@ -117,10 +137,17 @@ class OwnStep:
             raise ConfigError(
                 "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
             )
+        for name, instead in _INSTEAD.items():
+            if getattr(settings, name) is not None:
+                raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
         if settings.virtual_workers or settings.micro_batch_size or world.is_shared:
             world.notes.append(_NOT_TRIED)
         self.strategy, self.settings, self.world, parts = strategy, settings, world, settings.virtual_workers
         self.parts = Parts(world, parts or world.size, stays=parts is not None)
+
+    def begin(self, verbs: Verbs, run_state: RunState, *, remembers: bool) -> None:
+        """A run begins. `remembers`: whether a step may be made again, so that what it changes is copied before."""
+        self.verbs, self.run_state, self.remembers = verbs, run_state, remembers
 
     def take_models(self, placed: nn.Module, compute: ForwardPass) -> None:
         """Know the models as they were placed, and what a forward pass runs in."""
@@ -137,24 +164,23 @@ class OwnStep:
 
     # A step.
 
-    def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> StepOutcome:
-        """Run the user's step. `control_flags` are summed over the workers."""
+    def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
+        """Run the user's step. `control_flags` are summed over the workers. Returns also whether it counts."""
         # Summed as they count, and divided at the end: a weight only tells ghosts from samples here.
         self.pieces = [
             Piece(_given(each.batch), each.samples, 1.0 if each.weight else 0.0, each.address) for each in pieces
         ]
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
-        self.calls, self.logged, self._undo, self._copied = 0, {}, [], set()
+        self.calls, self.logged = 0, {}
         for group in self.groups.values():
             group.loss, group.pending = None, False
         if self.parts.live:
             self.parts.begin_step()
         if self.remembers:
-            self._undo.append(_restore(self, "state", copy.deepcopy(self.state)))
-            self._keep_parameters()
+            self._keep()
         if self._looks and self._plain is None:
             self._plain = HeldValues(self.model).now()
-        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done())
+        self._seed()
         is_good = True
         try:
             self.step()
@@ -167,10 +193,14 @@ class OwnStep:
             self.parts.kept = kept
         else:
             self._put_back()
-        self.pieces, self._undo = None, []
+        self.pieces, self._undo = None, {}
         if self._looks:
             self._see_plain_values()
-        return StepOutcome(self._values(is_good=is_good), flags)
+        return StepOutcome(self._values(is_good=is_good), flags), is_good
+
+    def _seed(self, *call: int) -> None:
+        """What the step draws next, outside of its parts, has an address: this step, and the `call` before it."""
+        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.run_state.step, *call)
 
     def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
         """The sums of the control flags over the workers, and whether any worker keeps something by part."""
@@ -189,11 +219,17 @@ class OwnStep:
             self.world.notes.append(note)
             self._looks = 0
 
-    def _keep_parameters(self) -> None:
-        named = dict(self.model.named_parameters())
+    def _keep(self) -> None:
+        """Copy what the step may change by itself: the script's own values, and parameters."""
+        named, state = dict(self.model.named_parameters()), copy.deepcopy(self.state)
         stepped = {id(each) for group in self.groups.values() for each in group.parameters}
         self._copies.keep(named, [name for name, each in named.items() if id(each) in stepped])
-        self._undo.append(self._copies.put_back)
+
+        def restore() -> None:
+            self.state.clear()
+            self.state.update(state)
+
+        self._undo = {"state": restore, "parameters": self._copies.put_back}
 
     def _refuse_lost_gradients(self) -> None:
         for name, group in self.groups.items():
@@ -220,19 +256,18 @@ class OwnStep:
         """See `Run.backward`."""
         group, call = self._group(into, "run.backward"), self.calls
         self.calls += 1
-        before = [None if each.grad is None else each.grad.clone() for each in group.parameters if group.pending]
+        old = [None if each.grad is None else each.grad.clone() for each in group.parameters] if group.pending else []
         self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
         try:
             with _ALL if group.has_all else _trained(self._placed, group.parameters):
                 values = self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
         finally:
             self.strategy.use_group(None, call)
-        for parameter, old in zip(group.parameters, before, strict=False):
-            if old is not None:
-                parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
+        for parameter, before in zip(group.parameters, old, strict=False):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
         group.pending, group.loss = True, values["loss"]
-        # The parts have left each worker's generators at its own last one: what the step draws next has an address.
-        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 0)
+        self._seed(self.calls, 0)  # the parts have left each worker's generators at its own last one
         return values
 
     def _of_pieces(self, loss: LossOf, group: Group) -> dict[str, Tensor]:
@@ -251,7 +286,7 @@ class OwnStep:
                 return {**{name: each * piece.samples for name, each in values.items()}, "count": count}
             return {**{name: each * count for name, each in values.items()}, "count": count.double()}
 
-        values = dict(self._summed(sums))
+        values = dict(self.verbs.backward(self.pieces or [], sums).values)
         if "count" not in values:
             return values
         total = values.pop("count").item()
@@ -274,7 +309,7 @@ class OwnStep:
         buffers = BufferCopies(self.model)
         buffers.keep()
         own: dict[str, Any] = {}
-        with torch.no_grad():
+        with torch.no_grad(), self.verbs.around(0):
             for piece in self.pieces or []:
                 found = self._called(rows_of, piece)
                 if piece.weight:
@@ -289,7 +324,7 @@ class OwnStep:
             torch.cat([reported[key][place] for key in order]).requires_grad_()
             for place in range(len(reported[order[0]]))
         ]
-        randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls, 1)
+        self._seed(self.calls, 1)
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), "run.backward")
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
@@ -311,14 +346,11 @@ class OwnStep:
             ]
             return {"loss": torch.stack(pairs).sum()}
 
-        self._summed(surrogate)
+        self.verbs.backward(self.pieces or [], surrogate)
         for parameter, gradient in zip(group.parameters, own_gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return {name: each.detach().double() for name, each in values.items()}
-
-    def _summed(self, compute: Callable[[nn.Module, Piece], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        return self.strategy.forward_backward(self.model, self.pieces or [], compute, lambda loss: loss, []).values
 
     def _called(self, function: LossOf, piece: Piece) -> Any:
         """What the user's function gives for one micro-batch, with the random numbers of its address."""
@@ -362,12 +394,9 @@ class OwnStep:
         assert group.loss is not None, "backward() has left it"
         if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
             raise _BadStep
-        if self.remembers and id(group) not in self._copied:
-            self._copied.add(id(group))
-            self._undo.append(_copy_of(group))
-        if may_draw(group.optimizer):
-            randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.done(), self.calls)
-        group.optimizer.step()
+        if self.remembers and id(group) not in self._undo:
+            self._undo[id(group)] = _copy_of(group)
+        self.verbs.update(group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls)
         if group.scheduler is not None:
             group.scheduler.step()
         group.pending = False
@@ -390,9 +419,9 @@ class OwnStep:
 
     def _put_back(self) -> None:
         """Be as before the step, in everything that it has changed but buffers, to which the engine sees."""
-        for undo in reversed(self._undo):
+        for undo in reversed(self._undo.values()):
             undo()
-        self._undo = []
+        self._undo = {}
         self.parts.begin_step()
 
     def step_back(self) -> None:
@@ -436,15 +465,6 @@ class OwnStep:
 
 def _given(batch: Any) -> Callable[[], Any]:
     return lambda: batch
-
-
-def _restore(owner: OwnStep, name: str, before: dict[str, Any]) -> Callable[[], None]:
-    def undo() -> None:
-        now = getattr(owner, name)
-        now.clear()
-        now.update(before)
-
-    return undo
 
 
 def _copy_of(group: Group) -> Callable[[], None]:

@@ -119,7 +119,6 @@ class Parts:
     """What snapshots of a model with adapters do without."""
     make_source: Callable[[int], Source]
     """The source for a global batch and this worker's present place."""
-    make_warmup: Callable[[Source], learning_rate.WarmUp]
     own_step: OwnStep | None
     """What a step does, where the script has written it."""
     objects: Mapping[str, Stateful]
@@ -153,7 +152,7 @@ class Parts:
     def recut(self, batch: int) -> None:
         """Read from now on what this worker's place is to read of each global batch. Every worker calls this."""
         self.batch, self.source = batch, self.make_source(batch)
-        self.warmup = self.make_warmup(self.source)
+        self.warmup = learning_rate.WarmUp.of(self.settings.warmup, self.source.steps_per_epoch)
 
 
 def batch_of(settings: Settings, mesh: Mesh) -> int:
@@ -253,8 +252,9 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     thawed = callbacks.prepare(bare)
     _compare_given(made, data, settings, world, watcher)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
-    chosen = choose(Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world))
-    settings = chosen.settings
+    settings, chosen_for = choose(
+        Given(settings=settings, made=made, data=data, compute=compute, optimizer=optimizer, world=world)
+    )
     settings = replace(settings, strategy=_laid_out(settings, world))
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
@@ -289,23 +289,20 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
             cut = replace(cut, audits=auditor.plan())
         return make_source(data, settings, batch=batch, cut=cut, world=world)
 
-    def warm(source: Source) -> learning_rate.WarmUp:
-        return learning_rate.WarmUp(learning_rate.warmup_steps(settings.warmup, source.steps_per_epoch))
-
     batch = batch_of(settings, strategy.mesh)
     source = cut_source(batch)
     options = options_of(made_optimizer)
     made_schedule = _make_schedule(schedule, made_optimizer, data)
     return Parts(
         settings=settings,
-        chosen_for=chosen.training,
+        chosen_for=chosen_for,
         world=world,
         strategy=strategy,
         trained=placed,
         batch_norm=norm,
         optimizer=made_optimizer,
         schedule=made_schedule,
-        warmup=warm(source),
+        warmup=learning_rate.WarmUp.of(settings.warmup, source.steps_per_epoch),
         precision=precision,
         compute=compute,
         callbacks=callbacks,
@@ -325,7 +322,6 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         own_fingerprint=own_fingerprint,
         frozen_base=FrozenBase(model_of(placed), strategy.holding, world),
         make_source=cut_source,
-        make_warmup=warm,
         own_step=own_step,
         objects={} if own_step is None else {"own loop": own_step},
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,41 +141,26 @@ class Given:
     world: World
 
 
-@dataclass(slots=True)
-class _Sizes:
-    """What one worker has found."""
-
-    update: UpdateBytes
-    passes: PassBytes | None
-    """None where it cannot be found."""
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What `auto` means."""
-
-    settings: Settings
-    """With it, or as they were where they name a strategy."""
-    training: Training | None
-    """What it was chosen for: the largest sizes of all workers. None where there was nothing to choose."""
-
-
-def choose(given: Given) -> Choice:
+def choose(given: Given) -> tuple[Settings, Training | None]:
     """Find what `auto` means. All workers call it together.
+
+    Returns the settings with it, and what it was chosen for: the largest sizes of all workers; None where they name a
+    strategy.
 
     Raises:
         ConfigError: the training fits in no way.
     """
     settings, world = given.settings, given.world
     if not isinstance(settings.strategy, Auto):
-        return Choice(settings, None)
+        return settings, None
     from manyhosts.planner import fit  # here, for most trainings start without predicting memory
 
     if host_state.counts_addresses():
         take_from_one_place()
-    sizes = _sizes(given)
-    training = _agreed(given, sizes)  # all have found theirs: no one takes memory while the others look what is left
+    update, passes, notes = _sizes(given)
+    training = _agreed(
+        given, update, passes
+    )  # all have found theirs: no one takes memory while the others look what is left
     left, rank = _least(world, _memory_left(world, given.made))
     found = fit.ways(training, world.size)
     chosen = fit.simplest(found, left)
@@ -187,14 +172,14 @@ def choose(given: Given) -> Choice:
     room = f"{bytes_in_words(left)}, what rank {rank} can have" if left < _MOST else "no one says how much that is"
     table = fit.table((each.name, each.memory) for each in found)
     words = f"strategy='auto' is {chosen.name}: the first of these that fits into the memory of each worker ({room})"
-    world.notes += ["\n  ".join([words, *table]), *sizes.notes]
+    world.notes += ["\n  ".join([words, *table]), *notes]
     again = "blocks" if chosen.checkpoints else settings.activation_checkpointing
-    return Choice(replace(settings, strategy=chosen.strategy, activation_checkpointing=again), training)
+    return replace(settings, strategy=chosen.strategy, activation_checkpointing=again), training
 
 
-def _sizes(given: Given) -> _Sizes:
-    """What the optimizer and the largest forward pass of this worker take."""
-    notes: list[str] = []
+def _sizes(given: Given) -> tuple[UpdateBytes, PassBytes | None, list[str]]:
+    """What the optimizer and the largest forward pass of this worker take, None where it cannot be found; and notes."""
+    passes, notes = None, list[str]()
     try:
         update = optimizer_bytes(given.optimizer, parameters_of(given.made))
     except Unknown as reason:
@@ -203,12 +188,11 @@ def _sizes(given: Given) -> _Sizes:
     try:
         passes = _passes(given)
     except Unknown as reason:
-        passes = None
         notes.append(
             f"strategy='auto' has counted no activations, for they could not be found ({reason}): leave some memory "
             "free, or name a strategy"
         )
-    return _Sizes(update=update, passes=passes, notes=notes)
+    return update, passes, notes
 
 
 def _passes(given: Given) -> PassBytes:
@@ -246,15 +230,15 @@ def largest_batch(data: Data, settings: Settings, workers: int) -> Any:
     return fetcher(0, np.arange(samples, dtype=np.int64))
 
 
-def _agreed(given: Given, own: _Sizes) -> Training:
+def _agreed(given: Given, own: UpdateBytes, found: PassBytes | None) -> Training:
     """The largest sizes of all workers. All call it together."""
     from manyhosts.planner.fit import Training
     from manyhosts.planner.memory import ModelBytes
 
     world, settings, model = given.world, given.settings, model_of(given.made)
-    passes = own.passes or PassBytes(activations=-1, backward=-1, checkpointed=None)
+    passes = found or PassBytes(activations=-1, backward=-1, checkpointed=None)
     again = -1 if passes.checkpointed is None else passes.checkpointed
-    mine = [own.update.kept, own.update.passing, passes.activations, passes.backward, again]
+    mine = [own.kept, own.passing, passes.activations, passes.backward, again]
     reported = world.stack(torch.tensor(mine, dtype=torch.float64, device=world.device))
     kept, update, plain, backward, less = (int(each) for each in reported.max(0).values.tolist())
     known = [bool(each >= 0) for each in reported.min(0).values.tolist()]

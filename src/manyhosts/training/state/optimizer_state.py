@@ -162,7 +162,7 @@ class InitialOptimizer:
         state = {} if schedule is None else copy.deepcopy(schedule.state_dict())
         return cls(asked, options_of(optimizer), state)
 
-    def stand(
+    def after_steps(
         self, optimizer: Optimizer, schedule: LRScheduler | None, *, steps: int, kept: Mapping[str, Any], asked: Any
     ) -> None:
         """Have options and schedule as after `steps` steps. `kept` is what a snapshot kept of both; `asked`, under
@@ -180,7 +180,7 @@ class InitialOptimizer:
             return
         schedule.load_state_dict(copy.deepcopy(dict(self.schedule)))
         if isinstance(schedule, ReduceLROnPlateau):
-            _stand_on_plateau(optimizer, schedule, kept, asked)
+            _resume_plateau(optimizer, schedule, kept, asked)
             return
         done = int(kept["schedule"].get("last_epoch", steps))
         try:
@@ -204,7 +204,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _stand_on_plateau(
+def _resume_plateau(
     optimizer: Optimizer, schedule: ReduceLROnPlateau, kept: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> None:
     """Keep what validations have taught it, and reduce the rates of now as much as those of before were."""

@@ -25,8 +25,7 @@ from manyhosts.strategies.strategy import Elastic, InCopies
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.registry import TrainerState
-from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry.run_log import RunLog, from_plain, to_plain, told_by_all
+from manyhosts.training.telemetry.run_log import from_plain, to_plain, told_by_all
 
 
 def why_not_survive(parts: Parts) -> str:
@@ -54,23 +53,11 @@ def layout_of(parts: Parts) -> PartOfCopy | None:
 class SharedTraining:
     """What one worker does in it: an `elastic.work.Work`."""
 
-    def __init__(
-        self,
-        provider: TrainerState,
-        snapshot_schedule: SnapshotSchedule,
-        records: RunLog,
-        loop: Loop,
-        *,
-        begin: Callable[[], None],
-    ) -> None:
+    def __init__(self, provider: TrainerState, loop: Loop, *, begin: Callable[[], None]) -> None:
         """`begin` takes up the newest snapshot and tells where the run begins; every worker calls it."""
-        self.provider, self.parts, self.snapshot_schedule, self.records = (
-            provider,
-            provider.parts,
-            snapshot_schedule,
-            records,
-        )
-        self.loop, self.run, self._begin = loop, loop.state, begin
+        self.provider, self.loop, self._begin = provider, loop, begin
+        self.training, self.parts, self.run = loop.training, provider.parts, loop.training.state
+        self.records = loop.training.run_log
         assert isinstance(self.parts.strategy, Elastic), "why_not_survive() comes before"
         self.strategy: Elastic = self.parts.strategy
         self.size = self.parts.world.size
@@ -84,7 +71,7 @@ class SharedTraining:
     @property
     def since(self) -> float:
         """When what is being done now was begun."""
-        return self.loop.at.since
+        return self.training.since
 
     @property
     def step(self) -> int:
@@ -96,36 +83,35 @@ class SharedTraining:
     def stand_nowhere(self) -> None:
         """What this worker has of this training is of no use to others."""
         self.run.step = NO_STATE
-        self.loop.invalidate_state()
+        self.training.inconsistent = True
 
     def let_go(self) -> bool:
         """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
         world = self.parts.world
         self._led = world.is_leader and not world.apart
         self.strategy.let_go()
-        return self.snapshot_schedule.abandon()
+        return self.training.snapshot_schedule.abandon()
 
     def progress(self) -> WorkerProgress:
         """How far this worker is, with the numbers of all its steps read."""
         self.loop.enter_group()
-        at = self.loop.at
         return WorkerProgress(
-            step=NO_STATE if at.inconsistent else self.run.step,
-            done_actions=at.done_actions,
-            tried=max(at.tried, at.under_way),
+            step=NO_STATE if self.training.inconsistent else self.run.step,
+            done_actions=self.training.done_actions,
+            tried=max(self.training.tried, self.training.under_way),
             lost_snapshot=int(self.parts.world.is_leader and not self._led and self._half_saved()),
-            trusted=NO_STATE if at.trusted is None else at.trusted,
+            trusted=NO_STATE if self.training.trusted is None else self.training.trusted,
         )
 
     def _half_saved(self) -> bool:
         """Whether the snapshot that was begun last will never be complete: the one who was to name it is gone."""
-        saved_at = self.snapshot_schedule.saved_at
-        return saved_at >= 0 and not (self.snapshot_schedule.store.folder / f"step-{saved_at:08d}").exists()
+        saved_at = self.training.snapshot_schedule.saved_at
+        return saved_at >= 0 and not (self.training.snapshot_schedule.store.folder / f"step-{saved_at:08d}").exists()
 
     def compare(self, progress: Sequence[WorkerProgress]) -> None:
         """Know which steps are in doubt, also where this worker did not hear the verdict."""
         doubts = [found.trusted for found in progress if found.trusted != NO_STATE]
-        self.loop.doubt(min(doubts) if doubts else None)
+        self.training.trusted = min(doubts) if doubts else None
 
     def begin(self) -> None:
         """No one had come to the first step."""
@@ -147,7 +133,7 @@ class SharedTraining:
         lost_now = self.provider.meet(source, new=new, gone=gone)
         self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
         snapshot_lost = self._see_to_saved(any(each.lost_snapshot for each in progress))
-        loop.go_on(save_again=snapshot_lost)
+        loop.resume(save_again=snapshot_lost)
         self.records.open_samples()
         self.size = world.size
 
@@ -157,7 +143,7 @@ class SharedTraining:
         Training may have continued since: then its loss is reported. Returns whether one is lost, also where only
         some workers had begun it, who would not begin it again while the others do.
         """
-        run, schedule, world = self.run, self.snapshot_schedule, self.parts.world
+        run, schedule, world = self.run, self.training.snapshot_schedule, self.parts.world
         own = [schedule.saved_at, schedule.best_saved_at, int(schedule.lacks_best(run))]
         saved_at, best_saved_at, lacks_best = world.stack(torch.tensor(own, device=world.device)).T.tolist()
         if snapshot_lost := snapshot_lost or len(set(saved_at)) > 1:
@@ -190,7 +176,7 @@ class SharedTraining:
 
     def take_state(self, given: Mapping[str, Any]) -> None:
         """Be where the worker is that gave `state`."""
-        self.loop.invalidate_state()  # until all of it is here
+        self.training.inconsistent = True  # until all of it is here
         was_here = self.run.step != NO_STATE
         has_own = self.loop.exchanges or not self.parts.strategy.traits.holds_full_model
         self.provider.take_up(given, own=was_here and has_own)

@@ -28,14 +28,14 @@ MOST_IN_A_ROW = 3
 """So many steps after one snapshot are passed over; then it is not the samples that are bad."""
 
 
-def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered:
+def from_bad_step(bad: BadStep, loop: Loop) -> Recovered:
     """Have the parts as the newest snapshot has them. Every worker calls this. Returns what is to be reported.
 
     Raises:
         TrainingError: there is no snapshot, or this one has been gone back to too often.
     """
-    began, state = time.monotonic(), loop.state
-    _wait_for_all(snapshot_schedule, loop.parts.world)
+    began, state, snapshot_schedule = time.monotonic(), loop.training.state, loop.training.snapshot_schedule
+    _wait_for_all(snapshot_schedule, loop.training.parts.world)
     found, loaded = snapshot_schedule.restore()
     if loaded is None:
         raise TrainingError(
@@ -52,24 +52,25 @@ def from_bad_step(bad: BadStep, loop: Loop, snapshot_schedule: SnapshotSchedule)
         )
     found.left_out = tuple(sorted({*state.left_out, bad.step}))
     how = f", without the samples of step {bad.step}"
-    return _stand_at(found, loop, began, f"{bad.trouble} in step {bad.step} ({bad.where})", how, last=bad.step - 1)
+    return _resume_at(found, loop, began, f"{bad.trouble} in step {bad.step} ({bad.where})", how, last=bad.step - 1)
 
 
-def from_doubt(trusted: int, loop: Loop, snapshot_schedule: SnapshotSchedule) -> Recovered | Note:
+def from_doubt(trusted: int, loop: Loop) -> Recovered | Note:
     """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what to report."""
-    began, step, world = time.monotonic(), loop.state.step, loop.parts.world
+    began, training, world = time.monotonic(), loop.training, loop.training.parts.world
+    step, snapshot_schedule = training.state.step, training.snapshot_schedule
     keep_from_resuming(snapshot_schedule, world, trusted)
     steps = f"steps {trusted + 1} to {step}"
     # An older snapshot may have been pruned; where none is left there is nothing but to continue, and to say so.
     if max(gather_plain(world, newest_step(snapshot_schedule.store.folder))) < 0:
-        loop.doubt(None)
+        training.trusted = None
         text = f"no one had checked the work of the worker that was left out in {steps}, and no snapshot is from before"
         return Note(text=f"{text} them: what it did there is in the weights", step=step, time=time.time())
-    loop.invalidate_state()
+    training.inconsistent = True
     found, _ = snapshot_schedule.restore()
-    loop.doubt(None)
+    training.trusted = None
     reason = f"a worker was left out whose work in {steps} no one had checked"
-    return _stand_at(found, loop, began, reason, last=step)
+    return _resume_at(found, loop, began, reason, last=step)
 
 
 def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, trusted: int) -> None:
@@ -85,13 +86,13 @@ def _wait_for_all(snapshot_schedule: SnapshotSchedule, world: World) -> None:
     world.barrier()  # what the leader was writing has its name now
 
 
-def _stand_at(found: RunState, loop: Loop, began: float, reason: str, how: str = "", *, last: int) -> Recovered:
+def _resume_at(found: RunState, loop: Loop, began: float, reason: str, how: str = "", *, last: int) -> Recovered:
     """Be where a snapshot is, after step `last`, but for the clock: that continues, and limits on time with it."""
-    state = loop.state
+    state = loop.training.state
     reached_s, lost_s = state.seconds, max(0.0, state.seconds - found.seconds) + time.monotonic() - began
     state.become(found)
     state.seconds = reached_s
-    loop.stand()
+    loop.be_at_snapshot()
     return Recovered(
         step=state.step,
         reason=reason,

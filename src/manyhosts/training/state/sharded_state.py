@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,23 +17,22 @@ from manyhosts.training.setup.trained_module import loss_state, model_of, names_
 
 def in_parts(state: Any, holding: Holding) -> Any:
     """`state` with what this worker gives of each tensor in the place of the tensor."""
-    if isinstance(state, Tensor):
-        return holding.part(state)
-    if isinstance(state, Mapping):
-        return {key: in_parts(value, holding) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(in_parts(value, holding) for value in state)
-    return state
+    return _each(state, Tensor, holding.part)
 
 
 def held(state: Any, holding: Holding) -> Any:
     """`state` with what lies in this worker's memory in the place of each tensor, for one that has the same parts."""
-    if isinstance(state, Tensor):
-        return holding.local(state)
+    return _each(state, Tensor, holding.local)
+
+
+def _each(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The nested `state` with what `change` makes of each value of this kind in its place."""
+    if isinstance(state, kind):
+        return change(state)
     if isinstance(state, Mapping):
-        return {key: held(value, holding) for key, value in state.items()}
+        return {key: _each(value, kind, change) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(held(value, holding) for value in state)
+        return type(state)(_each(value, kind, change) for value in state)
     return state
 
 
@@ -94,7 +93,7 @@ class TakenUp(Mapping[str, Any]):
                 for name, each in held.items()
                 if each is None or self._holding.holds(each)
             }
-            return {**full_values(stored, but="state"), "state": state}
+            return {**full_values({name: each for name, each in stored.items() if name != "state"}), "state": state}
         return full_values(stored)
 
     def _cut(self, stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +107,8 @@ class TakenUp(Mapping[str, Any]):
         """What is kept of a nested state, each tensor cut as the one in its place is."""
         if not isinstance(stored, Mapping):
             return self._like(own, stored) if isinstance(stored, StoredTensor) else full_values(stored)
-        beside = own if isinstance(own, Mapping) else {}
-        return {key: self._cut_alike(value, beside.get(key)) for key, value in stored.items()}
+        inside = own if isinstance(own, Mapping) else {}
+        return {key: self._cut_alike(value, inside.get(key)) for key, value in stored.items()}
 
     def _like(self, own: Any, value: Any) -> Any:
         if not isinstance(value, StoredTensor):
@@ -121,15 +120,9 @@ class TakenUp(Mapping[str, Any]):
         return found if found.is_meta else self._holding.like(own, found.to(block.local.device))  # meta: only asked for
 
 
-def full_values(stored: Any, *, but: str = "") -> Any:
-    """`stored` with complete tensors, without what is under the key `but`."""
-    if isinstance(stored, StoredTensor):
-        return stored.full()
-    if isinstance(stored, Mapping):
-        return {key: full_values(value) for key, value in stored.items() if key != but}
-    if type(stored) in (list, tuple):
-        return type(stored)(full_values(value) for value in stored)
-    return stored
+def full_values(stored: Any) -> Any:
+    """`stored` with complete tensors."""
+    return _each(stored, StoredTensor, StoredTensor.full)
 
 
 @torch.no_grad()

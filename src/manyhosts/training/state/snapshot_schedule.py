@@ -14,6 +14,7 @@ import torch
 
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.strategies import Single
 from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import Facts, read
@@ -38,29 +39,23 @@ _NO_RECORDS = "a disk does not take the records of its steps"
 class SnapshotSchedule:
     """Saves and restores the parts of a run."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        directory: RunDirectory,
-        *,
-        keep: int,
-        strategy: str,
-        settings: Settings,
-        tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None],
-        second: RemoteCopy | None = None,
-    ) -> None:
-        """`second`: where each snapshot is copied to, besides the run directory."""
-        self.parts, self.directory, self.strategy, self.tell = parts, directory, strategy, tell
-        self.settings = settings
+    def __init__(self, parts: Parts, settings: Settings, directory: RunDirectory, script: Path) -> None:
+        self.parts, self.settings, self.directory = parts, settings, directory
+        self.strategy = settings.strategy.name if parts.world.is_shared else Single.name
+        self.tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None] = lambda news: None
+        """Hears what becomes of snapshots."""
         self.rule = settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")
         """Which metric early stopping, and a schedule that follows validations, watch, and what is better."""
         self.best_rule = settings.best or self.rule
         """By which metric the best model is chosen."""
-        self.second = second
+        to, keep = settings.snapshots.to, settings.snapshots.keep
+        self.second = None if to is None else RemoteCopy(to, directory, keep=keep, script=script, world=parts.world)
+        """Where each snapshot is copied to, besides the run directory."""
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
         if self.store.apart and not parts.strategy.traits.holds_full_model:
             raise ConfigError(
-                f"with strategy {strategy!r} each worker writes its part of a snapshot, and these hosts share no disk",
+                f"with strategy {self.strategy!r} each worker writes its part of a snapshot, and these hosts share "
+                "no disk",
                 where=str(directory.path),
                 fix='give a run directory that all hosts see, or choose strategy="ddp"',
             )
@@ -287,7 +282,9 @@ class SnapshotSchedule:
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
-            parts.initial_optimizer.stand(parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked)
+            parts.initial_optimizer.after_steps(
+                parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked
+            )
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)

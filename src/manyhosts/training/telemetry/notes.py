@@ -12,24 +12,22 @@ from manyhosts.events import Note, RunStarted
 from manyhosts.records.metrics import lost_steps
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.training.loop.loop import Loop
-from manyhosts.training.loop.training import reached, total_steps
+from manyhosts.training.loop.training import Training, reached, total_steps
 from manyhosts.training.setup.build import Parts, counted_workers
 from manyhosts.training.state.recovery import layout_of
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
-from manyhosts.training.telemetry.run_log import RunLog
 
 
-def announce(loop: Loop, run_log: RunLog, loaded: Loaded | None, *, why_not_survive: str) -> None:
+def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str) -> None:
     """Tell where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
-    state, per_epoch, now = loop.state, loop.parts.source.steps_per_epoch, time.time()
-    place = loop.after_step.now()
+    state, run_log, now = training.state, training.run_log, time.time()
+    per_epoch, place = training.parts.source.steps_per_epoch, training.now()
     run_log.resume_samples(state.step)
     run_log.started = RunStarted(
         step=state.step,
         epoch=state.position.epoch,
         steps_per_epoch=per_epoch,
-        total_steps=total_steps(loop.limit, per_epoch, place),
+        total_steps=total_steps(training.limit, per_epoch, place),
         time=now,
         resumed_from="" if loaded is None else str(loaded.path),
         epochs_done=place.epochs,
@@ -37,16 +35,17 @@ def announce(loop: Loop, run_log: RunLog, loaded: Loaded | None, *, why_not_surv
     run_log.tell(run_log.started)
     for skipped in loaded.skipped if loaded is not None else []:
         run_log.tell(skipped)
-    for text in notes(loop, run_log.snapshot_schedule, is_resumed=loaded is not None, why_not_survive=why_not_survive):
+    for text in notes(training, is_resumed=loaded is not None, why_not_survive=why_not_survive):
         run_log.tell(Note(text=text, step=state.step, time=now))
 
 
-def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, why_not_survive: str) -> list[str]:
+def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list[str]:
     """One sentence for each thing that the person who started a run may not expect.
 
     `why_not_survive`: why no one continues where a worker is lost; empty where the others do.
     """
-    settings, parts, world = loop.settings, loop.parts, loop.parts.world
+    settings, parts, world = training.settings, training.parts, training.parts.world
+    snapshot_schedule, state = training.snapshot_schedule, training.state
     found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
     found += about_batch(parts) + about_resume(parts, snapshot_schedule)
     if (virtual := settings.virtual_workers) is not None:
@@ -72,7 +71,7 @@ def notes(loop: Loop, snapshot_schedule: SnapshotSchedule, *, is_resumed: bool, 
     if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
         found.append(about_rate)
     found += about_loss(parts, why_not_survive)
-    if is_resumed and (why := loop.state.ended or reached(loop.limit, loop.after_step.now())):
+    if is_resumed and (why := state.ended or reached(training.limit, training.now())):
         found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
     return found
 

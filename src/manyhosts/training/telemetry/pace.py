@@ -118,16 +118,6 @@ class SlownessDetector:
         return changes
 
 
-def of_workers() -> SlownessDetector:
-    """For `factors_of_workers`."""
-    return SlownessDetector(SLOW, _WINDOWS)
-
-
-def of_links() -> SlownessDetector:
-    """For `factors_of_links`."""
-    return SlownessDetector(SLOW_LINK, _PROBES)
-
-
 def factors_of_workers(workers: Sequence[WorkerTimes]) -> dict[str, float]:
     """How many times as long as the others each host takes, and each worker among several of one host.
 
@@ -299,7 +289,7 @@ class StragglerMonitor:
         """`reported`: the last events that all workers remember, oldest first. `balance` cuts batches by the table."""
         self._world, self._reported, self._tell, self._balance = world, reported, tell, balance
         self._since, self._number = Position(), float(os.environ.get(MEMBER, "-1"))
-        self._workers, self._links = of_workers(), of_links()
+        self._workers, self._links = SlownessDetector(SLOW, _WINDOWS), SlownessDetector(SLOW_LINK, _PROBES)
         self._step, self._samples, self._throttling = 0, 0, Throttling()
         self._begin, self._probed_s = time.perf_counter(), 0.0
 

@@ -25,7 +25,6 @@ from manyhosts import device
 from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.config import overrides
-from manyhosts.config.settings import Settings
 from manyhosts.events import (
     EpochDone,
     Event,
@@ -64,18 +63,16 @@ class RunLog:
 
     def __init__(
         self,
-        *,
-        world: World,
-        settings: Settings,
-        directory: RunDirectory,
-        script: Path,
         snapshot_schedule: SnapshotSchedule,
+        script: Path,
         listeners: Sequence[Listener],
         report: Callable[..., None],
     ) -> None:
         """Nothing is opened before `open_records`. `report` tells the head; see `cluster.reports`."""
-        self.world, self.settings, self.directory, self.script = world, settings, directory, script
+        self.world, self.settings = snapshot_schedule.parts.world, snapshot_schedule.settings
+        self.directory, self.script = snapshot_schedule.directory, script
         self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
+        snapshot_schedule.tell = self.tell
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
         """What was reported last, on every worker: should the leader go, another one knows what it had not written."""
@@ -161,16 +158,16 @@ class RunLog:
             words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
             sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")
 
-    def become_leader(self, *, goes_on: bool = True) -> None:
+    def become_leader(self, *, continues: bool = True) -> None:
         """Be the leader from now on, and tell what every worker knows and the last leader has not written.
 
-        `goes_on`: whether the run does. Where not, its directory is not locked; and where the last leader has
+        `continues`: whether the run does. Where not, its directory is not locked; and where the last leader has
         reported how the run ended, that is how: what ends this worker follows from it.
         """
         if self.led:
             return
         self.led = True
-        if goes_on:
+        if continues:
             self.lock()
         self.news.close()
         metrics = MetricsFile(self.directory.metrics)
@@ -181,7 +178,7 @@ class RunLog:
         )
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
-        self._end_is_told = not goes_on and was_told.end
+        self._end_is_told = not continues and was_told.end
         for event in told_by_all(self.remembered()):
             if not was_told(event):
                 self.tell(event)

@@ -1,11 +1,12 @@
-"""The ways to train in which each micro-batch is an update of its own, as plain values."""
+"""The ways to train in which a step is many updates, which wait for no worker, as plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from manyhosts.config.kinds import check_kinds
+from manyhosts.config.pipelined import Pipeline
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
@@ -14,10 +15,25 @@ GIVEN_UP = ("workers", "micro", "resume")
 micro-batches, or a second time."""
 PUSHED = ("none", "fp16", "bf16", "int8")
 """The compressions of what is pushed."""
+VERSIONS = ("two", "all", "one")
+
+
+class _Asynchronous:
+    """What is asked of each of them."""
+
+    __slots__ = ()
+
+    def check_goes_with(self, settings: Any) -> None:
+        """Refuse what it cannot do.
+
+        Raises:
+            ConfigError: `settings` ask for it.
+        """
+        _check_goes_with(self, settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer:
+class ParameterServer(_Asynchronous):
     """Servers on some of the workers keep parts of the model: all workers pull it, compute, and push gradients.
 
     Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; the bound: Ho et al. 2013,
@@ -26,6 +42,8 @@ class ParameterServer:
 
     name: ClassVar[str] = "parameter-server"
     in_step: ClassVar[str] = "ParameterServer(staleness=0)"
+    by_design: ClassVar[str] = "makes updates in the order in which gradients come"
+    planned_if_asked: ClassVar[bool] = True
 
     staleness: int | None = None
     """How many micro-batches a worker may be ahead of the slowest one that still computes. None: any number; 0: no
@@ -66,18 +84,18 @@ class ParameterServer:
             )
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether each micro-batch is an update of its own."""
+    def many_updates(self) -> bool:
+        """Whether a step is many updates: on one worker, too."""
         return self.staleness != 0
 
     @property
     def gives_up(self) -> tuple[str, ...]:
         """The promises that it does not keep: see `prove.promises`."""
-        return GIVEN_UP if self.is_asynchronous else ()
+        return GIVEN_UP if self.many_updates else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hogwild:
+class Hogwild(_Asynchronous):
     """The workers of one machine update one model in shared memory, and no lock holds any of them up.
 
     Source: Niu, Recht, Ré and Wright 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient
@@ -86,16 +104,94 @@ class Hogwild:
 
     name: ClassVar[str] = "hogwild"
     in_step: ClassVar[str] = ParameterServer.in_step
+    by_design: ClassVar[str] = ParameterServer.by_design
     gives_up: ClassVar[tuple[str, ...]] = GIVEN_UP
-    is_asynchronous: ClassVar[bool] = True
+    many_updates: ClassVar[bool] = True
+    planned_if_asked: ClassVar[bool] = True
+    one_host: ClassVar[bool] = True
 
 
-def check_asynchronous(strategy: Any, settings: Any) -> None:
-    """Refuse what a strategy cannot do of which a step is many updates, or one by servers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipeDream(_Asynchronous, Pipeline):
+    """A pipeline of stages, each of which updates its weights while other micro-batches are under way.
 
-    Raises:
-        ConfigError: `settings` ask for it.
+    Sources: Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (`all`); Narayanan et
+    al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", arXiv:2006.09503 (`two`); Elam et al. 2026, "Breaking
+    the Bubble: Asynchronous Pipeline Parallel Training with Bounded Weight Inconsistency", arXiv:2606.07881 (`one`).
     """
+
+    name: ClassVar[str] = "pipedream"
+    in_step: ClassVar[str] = 'strategy="pipeline"'
+    by_design: ClassVar[str] = "makes an update of some micro-batches by a gradient of older weights"
+    many_updates: ClassVar[bool] = True
+
+    versions: Literal["two", "all", "one"] = "two"
+    """Which weights the two passes of a micro-batch compute with, and so how many versions a stage keeps. `two`: those
+    of one update ago, on every stage alike; `all`: the newest of its forward pass, kept until its backward pass;
+    `one`: the newest of each pass, so that nothing is kept, and at most one update lies between them."""
+    accumulate: int = 4
+    """Micro-batches of one update. At least one fewer than there are stages, but with `all`, which takes any."""
+
+    def __post_init__(self) -> None:
+        Pipeline.__post_init__(self)  # `super()` knows the class of before `slots`
+        if self.versions not in VERSIONS:
+            raise ConfigError(
+                f"versions is {self.versions!r}",
+                where="PipeDream(versions=…)",
+                fix=f"choose one of {', '.join(VERSIONS)}",
+            )
+        if self.accumulate < 1:
+            raise ConfigError(
+                f"accumulate is {self.accumulate}, and an update is made by the gradient of some micro-batch",
+                where="PipeDream(accumulate=…)",
+                fix="give 1 or more",
+            )
+        if self.schedule != "1f1b":
+            raise ConfigError(
+                f"schedule is {self.schedule!r}, and which weights a pass finds is known of the order 1f1b alone",
+                where="PipeDream(schedule=…)",
+                fix='leave schedule out, or use strategy="pipeline"',
+            )
+
+    @property
+    def gives_up(self) -> tuple[str, ...]:
+        """The promises that it does not keep: see `prove.promises`. Two versions are the same ones on every stage."""
+        return ("micro",) if self.versions == "two" else ("workers", "micro")
+
+    def most_versions(self, stage: int, stages: int) -> int:
+        """How many versions of its weights a stage keeps at a time, the newest among them."""
+        if self.versions == "all":
+            return 1 - (stage + 1 - stages) // self.accumulate  # those of the micro-batches under way, rounded up
+        return 1 if self.versions == "one" else 2
+
+    def check_planned(self) -> None:
+        """Refuse to be planned.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"a plan does not know yet what strategy {self.name!r} takes",
+            where=f"strategy={self.name!r}",
+            fix="run some steps of it: their times and bytes are in the run's summary",
+        )
+
+    def check_stages(self, stages: int) -> None:
+        """See that so many stages keep no more versions, and no older ones, than was asked for.
+
+        Raises:
+            ConfigError: they would.
+        """
+        if self.versions != "all" and self.accumulate < stages - 1:
+            raise ConfigError(
+                f"{stages} stages have up to {stages - 1} micro-batches under way, and with an update after each "
+                f"{self.accumulate} they need more versions than versions={self.versions!r} has",
+                where="PipeDream(accumulate=…)",
+                fix=f'set accumulate={stages - 1} or more, or versions="all"',
+            )
+
+
+def _check_goes_with(strategy: Any, settings: Any) -> None:
     name, many = strategy.name, "a step is many updates"
     refused: list[tuple[bool, str, str, str]] = [
         (
@@ -112,7 +208,7 @@ def check_asynchronous(strategy: Any, settings: Any) -> None:
         ),
         (settings.compile, "compile", "a compiled model was not tried with it", "leave compile out"),
     ]
-    if strategy.is_asynchronous:
+    if strategy.many_updates:
         refused += [
             (
                 settings.micro_batch_size is None,

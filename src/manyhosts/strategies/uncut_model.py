@@ -14,7 +14,7 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
-from manyhosts.strategies.traits import TRAITS, Traits
+from manyhosts.strategies.traits import Traits
 
 
 class UncutModel:
@@ -51,7 +51,7 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
 class SingleProcess(UncutModel):
     """The plain strategy that every other one is compared with."""
 
-    traits = TRAITS["single"]
+    traits = Traits(survives_loss=False)
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -34,7 +34,7 @@ class ServersModel:
     def step(self, measured: Measured, group: Group) -> Step:
         """See `StrategyModel`."""
         rounds, servers = 1, self._servers(group)
-        if self.config.is_asynchronous:
+        if self.config.many_updates:
             size = min(measured.micro_batch or measured.global_batch, measured.global_batch)
             rounds = math.ceil(measured.global_batch / size / group.workers)
             measured = replace(measured, global_batch=rounds * size * group.workers, batch_norm_layers=0)
@@ -42,11 +42,11 @@ class ServersModel:
         update, exposed = slowdown(measured, group) * measured.update_s, 0.0
         if group.workers > 1:
             by_itself, busy = self._round(measured, group)
-            if self.config.is_asynchronous:
+            if self.config.many_updates:
                 busy += update * group.workers / servers - (lines.passes.total / rounds + update)
             exposed = rounds * max(by_itself, busy) + self._end_of_step(measured, group)
         found = assemble(measured, group, lines, exposed=exposed)
-        if not self.config.is_asynchronous:
+        if not self.config.many_updates:
             return replace(found, update=found.update / servers)
         late = lines.passes.spread / math.sqrt(rounds) * expected_largest(group.workers)  # of the last round alone
         return replace(found, straggler=late, update=found.update * rounds)
@@ -72,7 +72,7 @@ class ServersModel:
         pushed = float(measured.gradient_bytes)
         if self.config.compression != "none":
             pushed = way_of(measured, self.config.compression).reduced_bytes
-        if not self.config.is_asynchronous:  # one server after another takes in what all others send it
+        if not self.config.many_updates:  # one server after another takes in what all others send it
             return servers * network.latency_s + others * pushed / network.bytes_per_second, 0.0
         travels, elsewhere = measured.parameter_bytes + pushed, others / group.workers
         copying = _COPIES * travels * measured.copy_s_per_byte

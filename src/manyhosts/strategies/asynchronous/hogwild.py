@@ -25,7 +25,7 @@ from manyhosts.strategies.asynchronous.by_micro_batch import ByMicroBatch
 from manyhosts.strategies.asynchronous.full_between_steps import put
 from manyhosts.strategies.asynchronous.requests import LEADER, Asks
 from manyhosts.strategies.asynchronous.served import Served, twin
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, and gone once all have it
 
@@ -33,7 +33,7 @@ _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, an
 class SharedMemory(ByMicroBatch):
     """The strategy of `Hogwild`."""
 
-    traits = TRAITS["hogwild"]
+    traits = Traits()
 
     def __init__(self, config: Hogwild, world: World) -> None:
         super().__init__(config, world)

@@ -18,19 +18,19 @@ from manyhosts.strategies.asynchronous.requests import LEADER, Asks
 from manyhosts.strategies.asynchronous.served import Served, owners_of
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
 class Servers(MeetsAtSteps):
     """What both forms share: who keeps which parameter, and how gradients are pushed there."""
 
-    traits = TRAITS["parameter-server"]
+    traits = Traits(takes_sparse_gradients=True)
     config: ParameterServer
 
     def __new__(cls, config: ParameterServer, world: World) -> Servers:
         """One of the form that `config` asks for."""
         if cls is Servers:
-            cls = Asynchronous if config.is_asynchronous else Synchronous
+            cls = Asynchronous if config.many_updates else Synchronous
         return super().__new__(cls)
 
     def __init__(self, config: ParameterServer, world: World) -> None:

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
-from manyhosts.config.pipedream import PipeDream
+from manyhosts.config.asynchronous import PipeDream
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.pipeline.owners import places_of, put_parameter
 from manyhosts.strategies.pipeline.stage import Stage
 from manyhosts.strategies.pipeline.strategy import Pipelined
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
 class Versions:
@@ -149,7 +149,7 @@ class VersionedStage(Stage):
 class PipeDreamed(Pipelined):
     """The strategy of `PipeDream`."""
 
-    traits = TRAITS["pipedream"]
+    traits = Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False, survives_loss=False)
     config: PipeDream
     stage_kind = VersionedStage
 

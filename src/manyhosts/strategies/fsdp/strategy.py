@@ -34,7 +34,7 @@ from manyhosts.strategies.materialise import Places, materialise, places_of
 from manyhosts.strategies.optimizer_step import stepping
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.units import find_units, has_parts, is_uncut
 
 _BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop}
@@ -44,7 +44,7 @@ _BY_ELEMENTS = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.opti
 class FullySharded(CutModel):
     """Parameters, gradients and optimizer state in parts; each unit in full while it is computed."""
 
-    traits = TRAITS["fsdp"]
+    traits = Traits(communicates_in_forward=True, holds_full_model=False)
 
     def __init__(self, config: FSDP, world: World) -> None:
         """A strategy for several workers.

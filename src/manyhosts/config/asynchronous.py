@@ -18,22 +18,74 @@ PUSHED = ("none", "fp16", "bf16", "int8")
 VERSIONS = ("two", "all", "one")
 
 
-class _Asynchronous:
-    """What is asked of each of them."""
+def check_goes_with(strategy: Any, settings: Any) -> None:
+    """Refuse what such a strategy cannot do.
 
-    __slots__ = ()
-
-    def check_goes_with(self, settings: Any) -> None:
-        """Refuse what it cannot do.
-
-        Raises:
-            ConfigError: `settings` ask for it.
-        """
-        _check_goes_with(self, settings)
+    Raises:
+        ConfigError: `settings` ask for it.
+    """
+    name, many = strategy.name, "a step is many updates"
+    refused: list[tuple[bool, str, str, str]] = [
+        (
+            settings.precision == "fp16",
+            "precision",
+            "fp16 scales the loss, and the scale of one step would meet gradients of another",
+            'set precision="bf16" or "fp32"',
+        ),
+        (
+            settings.virtual_workers is not None,
+            "virtual_workers",
+            f"strategy {name!r} cuts no batch into parts that do not depend on who computes them",
+            'leave virtual_workers out, or choose "ddp"',
+        ),
+        (settings.compile, "compile", "a compiled model was not tried with it", "leave compile out"),
+    ]
+    if strategy.many_updates:
+        refused += [
+            (
+                settings.micro_batch_size is None,
+                "micro_batch_size",
+                f"with strategy {name!r} {many}, and nothing says how many samples a micro-batch has",
+                "give micro_batch_size: batch_size is what is trained on between two meetings of all workers",
+            ),
+            (
+                settings.clip_gradients is not None,
+                "clip_gradients",
+                f"{many}, and to know the norm of the entire gradient of one its workers would have to wait for others",
+                f"leave clip_gradients out, or choose {strategy.in_step}",
+            ),
+            (
+                settings.warmup is not None,
+                "warmup",
+                f"{many}, and the learning rate moves on only when all meet",
+                "leave warmup out, or give a schedule, which moves with every meeting",
+            ),
+            (
+                settings.balance == "speed",
+                "balance",
+                "no worker has a share of a batch that could follow its speed",
+                "leave balance out: a free worker takes the next micro-batch, and stages are cut by measured time",
+            ),
+            (
+                settings.on_bad_step in ("skip", "rewind"),
+                "on_bad_step",
+                f"{many}, and workers have built on a bad one when it is found",
+                'leave it out, or use on_bad_step="stop"',
+            ),
+            (
+                settings.batch_size_per_worker is not None,
+                "batch_size_per_worker",
+                "a batch is what all train on between two meetings, and no worker has a fixed part of it",
+                "give batch_size",
+            ),
+        ]
+    for is_asked, where, what, fix in refused:
+        if is_asked:
+            raise ConfigError(what, where=f"{where}, with strategy={name!r}", fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer(_Asynchronous):
+class ParameterServer:
     """Servers on some of the workers keep parts of the model: all workers pull it, compute, and push gradients.
 
     Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; the bound: Ho et al. 2013,
@@ -44,6 +96,7 @@ class ParameterServer(_Asynchronous):
     in_step: ClassVar[str] = "ParameterServer(staleness=0)"
     by_design: ClassVar[str] = "makes updates in the order in which gradients come"
     planned_if_asked: ClassVar[bool] = True
+    check_goes_with = check_goes_with
 
     staleness: int | None = None
     """How many micro-batches a worker may be ahead of the slowest one that still computes. None: any number; 0: no
@@ -95,7 +148,7 @@ class ParameterServer(_Asynchronous):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hogwild(_Asynchronous):
+class Hogwild:
     """The workers of one machine update one model in shared memory, and no lock holds any of them up.
 
     Source: Niu, Recht, Ré and Wright 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient
@@ -109,10 +162,11 @@ class Hogwild(_Asynchronous):
     many_updates: ClassVar[bool] = True
     planned_if_asked: ClassVar[bool] = True
     one_host: ClassVar[bool] = True
+    check_goes_with = check_goes_with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipeDream(_Asynchronous, Pipeline):
+class PipeDream(Pipeline):
     """A pipeline of stages, each of which updates its weights while other micro-batches are under way.
 
     Sources: Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (`all`); Narayanan et
@@ -124,6 +178,7 @@ class PipeDream(_Asynchronous, Pipeline):
     in_step: ClassVar[str] = 'strategy="pipeline"'
     by_design: ClassVar[str] = "makes an update of some micro-batches by a gradient of older weights"
     many_updates: ClassVar[bool] = True
+    check_goes_with = check_goes_with
 
     versions: Literal["two", "all", "one"] = "two"
     """Which weights the two passes of a micro-batch compute with, and so how many versions a stage keeps. `two`: those
@@ -189,64 +244,3 @@ class PipeDream(_Asynchronous, Pipeline):
                 where="PipeDream(accumulate=…)",
                 fix=f'set accumulate={stages - 1} or more, or versions="all"',
             )
-
-
-def _check_goes_with(strategy: Any, settings: Any) -> None:
-    name, many = strategy.name, "a step is many updates"
-    refused: list[tuple[bool, str, str, str]] = [
-        (
-            settings.precision == "fp16",
-            "precision",
-            "fp16 scales the loss, and the scale of one step would meet gradients of another",
-            'set precision="bf16" or "fp32"',
-        ),
-        (
-            settings.virtual_workers is not None,
-            "virtual_workers",
-            f"strategy {name!r} cuts no batch into parts that do not depend on who computes them",
-            'leave virtual_workers out, or choose "ddp"',
-        ),
-        (settings.compile, "compile", "a compiled model was not tried with it", "leave compile out"),
-    ]
-    if strategy.many_updates:
-        refused += [
-            (
-                settings.micro_batch_size is None,
-                "micro_batch_size",
-                f"with strategy {name!r} {many}, and nothing says how many samples a micro-batch has",
-                "give micro_batch_size: batch_size is what is trained on between two meetings of all workers",
-            ),
-            (
-                settings.clip_gradients is not None,
-                "clip_gradients",
-                f"{many}, and to know the norm of the entire gradient of one its workers would have to wait for others",
-                f"leave clip_gradients out, or choose {strategy.in_step}",
-            ),
-            (
-                settings.warmup is not None,
-                "warmup",
-                f"{many}, and the learning rate moves on only when all meet",
-                "leave warmup out, or give a schedule, which moves with every meeting",
-            ),
-            (
-                settings.balance == "speed",
-                "balance",
-                "no worker has a share of a batch that could follow its speed",
-                "leave balance out: a free worker takes the next micro-batch, and stages are cut by measured time",
-            ),
-            (
-                settings.on_bad_step in ("skip", "rewind"),
-                "on_bad_step",
-                f"{many}, and workers have built on a bad one when it is found",
-                'leave it out, or use on_bad_step="stop"',
-            ),
-            (
-                settings.batch_size_per_worker is not None,
-                "batch_size_per_worker",
-                "a batch is what all train on between two meetings, and no worker has a fixed part of it",
-                "give batch_size",
-            ),
-        ]
-    for is_asked, where, what, fix in refused:
-        if is_asked:
-            raise ConfigError(what, where=f"{where}, with strategy={name!r}", fix=fix)

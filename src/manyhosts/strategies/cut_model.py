@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Sample, Shard
+from manyhosts.strategies.strategy import RemembersNothing, Sample, Shard
 from manyhosts.strategies.tally import Agreed
 from manyhosts.strategies.traits import Traits
 
@@ -108,7 +108,7 @@ def sum_together(given: Sequence[Tensor], summed: Callable[[Tensor], Tensor]) ->
             each.copy_(part.view_as(each))
 
 
-class CutModel:
+class CutModel(RemembersNothing):
     """The model lies over the workers of `mesh` as `holding` says."""
 
     traits: ClassVar[Traits]
@@ -121,13 +121,6 @@ class CutModel:
         self.plan: dict[str, Any] = {}
         """How the model is cut, in plain values: what a worker that comes late must know."""
         self._full = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""
 
     def shard(self) -> Shard:
         """One part for each worker that reads samples of its own."""
@@ -156,19 +149,9 @@ class CutModel:
         """Whether lacking is only the word that all have all that their updates take."""
         return self._full
 
-    def let_go(self) -> None:
-        """Nothing is sent by other threads."""
-
     def step_back(self) -> None:
         """Nothing is kept of a step but gradients, which the next one begins again."""
         self._full = False
-
-    def shared_state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def take_shared(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take up."""
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Sum gradients over the copies that there are now. Nothing is lost with those that are gone."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
-from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, RemembersNothing, Scale, Shard, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.traits import Traits
 
@@ -48,7 +48,7 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return norm
 
 
-class SingleProcess(UncutModel):
+class SingleProcess(UncutModel, RemembersNothing):
     """The plain strategy that every other one is compared with."""
 
     traits = Traits(survives_loss=False)
@@ -87,10 +87,3 @@ class SingleProcess(UncutModel):
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer."""
         optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it remembers nothing."""
-        return {}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing to take up."""

@@ -88,8 +88,3 @@ class ServersModel:
         kept = 0 if isinstance(self.config, Hogwild) else measured.parameter_bytes + measured.optimizer_bytes
         copied = _COPIES * (measured.parameter_bytes + kept) * measured.copy_s_per_byte
         return group.all_gather(kept / group.workers) + copied + _TALLIES * group.all_reduce(TALLY_BYTES)
-
-
-def make(config: ParameterServer | Hogwild) -> ServersModel:
-    """What the table of strategies calls."""
-    return ServersModel(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.pushed import Gradients, packed
+from manyhosts.communication.gathering import joined
+from manyhosts.errors import ConfigError, TrainingError
+from manyhosts.strategies.asynchronous.pushed import Gradients
 
 
-def owners_of(sizes: Mapping[str, int], servers: int | None, workers: int) -> list[int]:
-    """Which worker keeps each parameter, in the order of `sizes` (bytes by name): evenly, the largest first.
+def owners_of(sizes: Mapping[str, int], servers: int | None, workers: int) -> dict[str, int]:
+    """Which worker keeps each parameter, by its name, as `sizes` (bytes): evenly, the largest first.
 
     `servers`: into how many parts, one after another to the workers; None: one for each worker.
 
@@ -31,27 +33,21 @@ def owners_of(sizes: Mapping[str, int], servers: int | None, workers: int) -> li
             fix=f"give {len(sizes)} or fewer, or leave it out",
         )
     loads = [0] * min(servers or workers, len(sizes))
-    server_of = {}
+    owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         least = loads.index(min(loads))
-        server_of[name] = least
-        loads[least] += sizes[name]
-    return [server_of[name] % workers for name in sizes]
+        owners[name], loads[least] = least % workers, loads[least] + sizes[name]
+    return owners
 
 
 def twin(optimizer: Optimizer, other: Mapping[Tensor, Tensor]) -> Optimizer:
     """The same optimizer over other tensors: those of `other`, in place of its own. Its state is a copy."""
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}  # of a schedule
-    made.param_groups = []
-    for group in optimizer.param_groups:
-        own = [other[each] for each in group["params"] if each in other]
-        if own:
-            made.param_groups.append({**group, "params": own})
-    made.state = defaultdict(dict)
-    for theirs, own_tensor in other.items():
-        if theirs in optimizer.state:
-            made.state[own_tensor] = copy.deepcopy(optimizer.state[theirs])
+    groups = [{**each, "params": [other[one] for one in each["params"] if one in other]} for each in made.param_groups]
+    made.param_groups = [each for each in groups if each["params"]]
+    kept = {own: copy.deepcopy(optimizer.state[one]) for one, own in other.items() if one in optimizer.state}
+    made.state = defaultdict(dict, kept)
     return made
 
 
@@ -65,15 +61,11 @@ class Served:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        optimizer: Optimizer,
-        gradients: Gradients | None,
-        *,
-        looks_ahead: bool,
+        self, parameters: Sequence[nn.Parameter], optimizer: Optimizer, gradients: Gradients, *, looks_ahead: bool
     ) -> None:
         self.values = [parameter.detach().clone() for parameter in parameters]
         self.optimizer = twin(optimizer, dict(zip(parameters, self.values, strict=True)))
+        self._groups = [dict(group) for group in self.optimizer.param_groups]
         self.gradients, self.looks_ahead = gradients, looks_ahead
         self.version = 0
         """How many gradients were applied in this step."""
@@ -84,25 +76,21 @@ class Served:
         self._lock = threading.Lock()
 
     def pull(self) -> tuple[int, Tensor]:
-        """The version of now, and the values, packed."""
+        """The version of now, and the values, `joined`."""
         with self._lock:
             ahead, self._under_way = self._under_way, self._under_way + 1
             pairs = zip(self.values, self._moved, strict=True)
             values = [value if by is None or not ahead else torch.add(value, by, alpha=ahead) for value, by in pairs]
-            return self.version, packed(values)
+            return self.version, joined(values)
 
     def push(self, version: int, payload: Tensor) -> int:
         """Make an update by gradients of the values of `version`. Returns how many came in between."""
-        assert self.gradients is not None, "without a way to unpack them nothing is pushed"
         gradients = self.gradients.unpacked(payload, self.values)
         with self._lock:
-            for value, gradient in zip(self.values, gradients, strict=True):
-                value.grad = gradient
             if self.looks_ahead and any(self.optimizer.state.values()):  # else an update says nothing of the next
                 known = [gradient is not None and not gradient.is_sparse for gradient in gradients]
                 self._moved = [each.clone() if of else None for each, of in zip(self.values, known, strict=True)]
-            if self.optimizer.param_groups:
-                self.optimizer.step()
+            self.update(gradients)
             for value, before in zip(self.values, self._moved, strict=True):
                 if before is not None:
                     torch.sub(value, before, out=before)
@@ -110,9 +98,25 @@ class Served:
             self._under_way -= 1
             return self.version - 1 - version
 
-    def states(self) -> list[dict[str, Any]]:
-        """What the optimizer keeps of each parameter."""
-        return [dict(self.optimizer.state.get(value, {})) for value in self.values]
+    def update(self, gradients: Sequence[Tensor | None]) -> None:
+        """Step by `gradients`, one for each value.
+
+        Raises:
+            TrainingError: the optimizer keeps something in its groups, from which no worker would take it.
+        """
+        for value, gradient in zip(self.values, gradients, strict=True):
+            value.grad = gradient
+        if self.optimizer.param_groups:
+            self.optimizer.step()
+        for before, after in zip(self._groups, self.optimizer.param_groups, strict=True):
+            for name, value in before.items():
+                if isinstance(value, int | float) and not math.isnan(value) and after[name] != value:
+                    raise TrainingError(
+                        f"the optimizer {type(self.optimizer).__name__} keeps {name!r} for all parameters together, "
+                        "and each server has those of its own alone",
+                        where="the first step",
+                        fix='choose another optimizer, or strategy="ddp"',
+                    )
 
 
 def state_tensors(state: Mapping[str, Any]) -> list[Tensor]:

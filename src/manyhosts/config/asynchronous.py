@@ -95,7 +95,6 @@ class ParameterServer:
     name: ClassVar[str] = "parameter-server"
     in_step: ClassVar[str] = "ParameterServer(staleness=0)"
     by_design: ClassVar[str] = "makes updates in the order in which gradients come"
-    planned_if_asked: ClassVar[bool] = True
     check_goes_with = check_goes_with
 
     staleness: int | None = None
@@ -103,6 +102,8 @@ class ParameterServer:
     worker is ahead: each step is one update by the gradient of its entire batch, as in data parallelism."""
     servers: int | None = None
     """Into how many parts the parameters are cut, each kept by a server. None: one for each worker."""
+    dedicated: bool = False
+    """Whether the first workers, as many as `servers`, keep parameters and compute nothing. One always computes."""
     look_ahead: bool = True
     """Whether a worker that pulls is given the values that the pushes under way are expected to make, in place of the
     newest: each adds what the last update did. Its gradient is then about one of the values that it will change.
@@ -135,6 +136,19 @@ class ParameterServer:
                 where="ParameterServer(servers=…)",
                 fix="give 1 or more, or leave it out",
             )
+
+        if self.dedicated and (self.servers is None or not self.many_updates):
+            raise ConfigError(
+                "dedicated servers are workers that compute nothing, and "
+                + ("no one says how many there are" if self.many_updates else "in step each worker has its share"),
+                where="ParameterServer(dedicated=True)",
+                fix="give servers, too" if self.many_updates else "leave it out, or give another staleness than 0",
+            )
+
+    @property
+    def planned_if_asked(self) -> bool:
+        """Whether a plan knows what it takes, and looks at it where the script asks for it."""
+        return not self.dedicated
 
     @property
     def many_updates(self) -> bool:
@@ -178,6 +192,7 @@ class PipeDream(Pipeline):
     in_step: ClassVar[str] = 'strategy="pipeline"'
     by_design: ClassVar[str] = "makes an update of some micro-batches by a gradient of older weights"
     many_updates: ClassVar[bool] = True
+    planned_if_asked: ClassVar[bool] = False
     check_goes_with = check_goes_with
 
     versions: Literal["two", "all", "one"] = "two"
@@ -218,18 +233,6 @@ class PipeDream(Pipeline):
         if self.versions == "all":
             return 1 - (stage + 1 - stages) // self.accumulate  # those of the micro-batches under way, rounded up
         return 1 if self.versions == "one" else 2
-
-    def check_planned(self) -> None:
-        """Refuse to be planned.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"a plan does not know yet what strategy {self.name!r} takes",
-            where=f"strategy={self.name!r}",
-            fix="run some steps of it: their times and bytes are in the run's summary",
-        )
 
     def check_stages(self, stages: int) -> None:
         """See that so many stages keep no more versions, and no older ones, than was asked for.

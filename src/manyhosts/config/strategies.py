@@ -173,8 +173,14 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if hasattr(strategy, "check_planned"):
+    if isinstance(strategy, FSDP):
         strategy.check_planned()
+    if not getattr(strategy, "planned_if_asked", True):
+        raise ConfigError(
+            f"a plan does not know yet what strategy {strategy.name!r} takes as it is set",
+            where=f"strategy={strategy.name!r}",
+            fix="run some steps of it: their times and bytes are in the run's summary",
+        )
     _, key = axis_of(strategy)
     if strategy.name in OF_SAME_SAMPLES and getattr(strategy, key):
         raise ConfigError(

@@ -188,6 +188,9 @@ class RemembersNothing:
     def let_go(self) -> None:
         """Nothing is under way between two steps."""
 
+    def step_back(self) -> None:
+        """A step under way has changed nothing that stays."""
+
     def shared_state(self) -> dict[str, Any]:
         """Nothing."""
         return {}

@@ -11,11 +11,6 @@ from manyhosts.config.settings import Settings
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.requests import NONE_LEFT, HandOut
 from manyhosts.strategies.asynchronous.served import owners_of
-from manyhosts.strategies.strategy import Piece
-
-
-def pieces_of(number: int) -> list[Piece]:
-    return [Piece(lambda: None, samples=3, weight=1.0, address=(0, each)) for each in range(number)]
 
 
 @given(
@@ -27,7 +22,7 @@ def test_no_worker_is_ahead_by_more_than_the_bound_and_each_piece_is_taken_once(
     pieces: int, bound: int | None, order: list[int]
 ) -> None:
     """`order`: who acts next. A worker that may not begin does nothing; at the end all act in turn."""
-    hand_out, holding, taken = HandOut(pieces_of(pieces), 4, bound), dict.fromkeys(range(4), NONE_LEFT), []
+    hand_out, holding, taken = HandOut(pieces, 4, bound), dict.fromkeys(range(4), NONE_LEFT), []
     for worker in [*order, *range(4), *range(4)] + [0, 1, 2, 3] * 100:
         if holding[worker] >= 0:
             hand_out.pushed(worker)
@@ -40,12 +35,11 @@ def test_no_worker_is_ahead_by_more_than_the_bound_and_each_piece_is_taken_once(
                 assert ahead <= bound, hand_out.clocks
     assert taken == list(range(pieces)), "all of them, whoever waited"
     assert sum(hand_out.clocks) == pieces
-    assert hand_out.samples == 3 * pieces
     assert bound is None or max(hand_out.most_ahead) <= bound
 
 
 def test_one_who_waits_is_let_go_when_a_server_fails() -> None:
-    hand_out = HandOut(pieces_of(9), 2, 1)
+    hand_out = HandOut(9, 2, 1)
     hand_out.fail(ValueError("no memory"))
     with pytest.raises(RuntimeError, match="no memory"):
         hand_out.take(0)

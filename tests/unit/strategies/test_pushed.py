@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import manyhosts as mh
 from manyhosts.communication.gathering import joined, parted
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.pushed import Gradients
-from manyhosts.strategies.asynchronous.served import Served
+from manyhosts.strategies.asynchronous.served import Gradients, Served
 
 ROWS, WIDTH = 4000, 16
 SHAPES = len(joined([torch.empty(0)] * 3)) + 1

@@ -54,9 +54,8 @@ class ServersModel:
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`. At a meeting there are the values of before, what a server keeps, and what all keep."""
         model = model_bytes(measured, group.workers)
-        served = (model.parameters + model.optimizer) // self._servers(group)
         after = model.parameters + model.optimizer
-        kept = model.parameters + served + (after if group.workers > 1 else 0)
+        kept = model.parameters + after // self._servers(group) + (after if group.workers > 1 else 0)
         return uncut(model, workers=group.workers, strategy=max(0, kept - model.activations))
 
     def _servers(self, group: Group) -> int:

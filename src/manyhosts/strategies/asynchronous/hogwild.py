@@ -20,8 +20,8 @@ from torch import Tensor
 from manyhosts.communication.gathering import gather_words
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.meetings import ByMicroBatch, put
-from manyhosts.strategies.asynchronous.requests import LEADER, Requests
-from manyhosts.strategies.asynchronous.served import Served, twin
+from manyhosts.strategies.asynchronous.requests import LEADER, HandOut, Requests
+from manyhosts.strategies.asynchronous.served import Served
 from manyhosts.strategies.traits import Traits
 
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, and gone once all have it
@@ -40,6 +40,7 @@ class SharedMemory(ByMicroBatch):
         Raises:
             ConfigError: they are on several hosts.
         """
+        super().regroup()
         world = self.world
         if world.size > 1 and not world.is_on_one_host:
             raise ConfigError(
@@ -72,12 +73,9 @@ class SharedMemory(ByMicroBatch):
             ConfigError: it keeps something, of which there would be one for each worker.
         """
         super().hold(optimizer)
-        tried: dict[Tensor, Tensor] = {each: torch.zeros_like(each) for each in self.trained().values()}
-        for each in tried.values():
-            each.grad = torch.zeros_like(each)
-        copy = twin(optimizer, tried)
-        copy.step()
-        if any(isinstance(value, Tensor) for state in copy.state.values() for value in state.values()):
+        trial = Served(list(self.trained().values()), optimizer, None, looks_ahead=False)
+        trial.update([torch.zeros_like(each) for each in trial.values])
+        if any(isinstance(value, Tensor) for state in trial.optimizer.state.values() for value in state.values()):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps something of earlier steps, and with strategy 'hogwild' each worker "
                 "would keep another",
@@ -85,12 +83,12 @@ class SharedMemory(ByMicroBatch):
                 fix='use torch.optim.SGD without momentum, or strategy="parameter-server"',
             )
 
-    def begin(self) -> None:
+    def begin(self, pieces: int) -> tuple[Requests, Sequence[Tensor]]:
         """Compute in memory that all share; none is asked for parameters."""
         if self.world.is_leader:
             put(self._shared, self.trained().values())
         self.world.barrier()
-        self.enter(self._shared)
+        return Requests(None, HandOut(pieces, self.world.size, None), self.side, ()), self._shared
 
     def pull(self, requests: Requests) -> None:
         """The values of now are there."""
@@ -99,7 +97,7 @@ class SharedMemory(ByMicroBatch):
         """Change them."""
         self.optimizer.step()
 
-    def end(self, served: Served | None, ahead: Sequence[int]) -> dict[str, Tensor]:
+    def end(self, requests: Requests) -> dict[str, Tensor]:
         """See `ByMicroBatch.end`. What is logged is who computed how many micro-batches."""
         self.world.barrier()  # no worker changes them any more
         self.after = {name: (each.clone(), {}) for name, each in zip(self.trained(), self._shared, strict=True)}

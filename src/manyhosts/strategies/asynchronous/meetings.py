@@ -7,7 +7,8 @@ data parallelism: any one can be lost, and snapshots, evaluation and a change of
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +19,10 @@ from manyhosts.communication.layout import spread
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.requests import HandOut, Requests
-from manyhosts.strategies.asynchronous.served import Served
+from manyhosts.strategies.asynchronous.requests import LEADER, TAKE, Requests
 from manyhosts.strategies.strategy import Compute, Piece, RemembersNothing, Scale, Shard, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 from manyhosts.strategies.uncut_model import UncutModel
-
-After = dict[str, tuple[Tensor, Mapping[str, Any]]]
-"""Of each parameter its value, and what the optimizer keeps of it."""
 
 
 class MeetsAtSteps(UncutModel, RemembersNothing):
@@ -48,15 +45,14 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
             )
         self.config = config
         self.agreed = Agreed()
-        self.after: After = {}
-        """What an update takes up."""
-        self._side: SideGroup | None = None
+        self.after: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}
+        """What an update takes up: of each parameter its value, and what the optimizer keeps of it."""
+        self.side: SideGroup | None = None
+        """Connections besides those of the world; None where there is one worker."""
         self.updates = 0
         """How many steps were finished, by all."""
         self.tried: tuple[int, int] = (0, 0)
-        """Of the step under way: the samples that this worker has computed, and those that it has handed out to all."""
-        self._broken_off = (0, 0)
-        """The same of a step that broke off."""
+        """Of a step that is not finished: the samples that this worker has computed, and that it has handed out."""
         self.samples_lost = 0
         """Samples computed in steps that broke off since the last one that was finished, by all; see `meet`."""
 
@@ -67,9 +63,9 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
         self.regroup()
         return self.model
 
-    @abstractmethod
     def regroup(self) -> None:
-        """Know who keeps what among the workers of now."""
+        """Be connected to the workers of now."""
+        self.side = SideGroup(self.world) if self.world.size > 1 else None
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained now, by name."""
@@ -78,13 +74,6 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
     def hold(self, optimizer: Optimizer) -> None:
         """Know this worker's optimizer."""
         self.optimizer = optimizer
-
-    @property
-    def side(self) -> SideGroup | None:
-        """Connections besides those of the world; None where there is one worker. Called by all workers."""
-        if self.world.size > 1 and (self._side is None or not self._side.is_of(self.world)):
-            self._side = SideGroup(self.world)
-        return self._side if self.world.size > 1 else None
 
     def outcome(self, tally: StepMetrics, found: Mapping[str, Tensor]) -> StepOutcome:
         """What came of a step, with what was `found` besides. It ends here: who has it knows that all have all."""
@@ -107,10 +96,6 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
         own._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark: a schedule knows that it has stepped
         self.after, self.updates, self.tried, self.samples_lost = {}, self.updates + 1, (0, 0), 0
 
-    def step_back(self) -> None:
-        """The step under way has changed nothing that stays."""
-        self._broken_off, self.tried = self.tried, (0, 0)
-
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Have the parameters kept by the workers of now. The step is done again; what was computed of it is counted.
 
@@ -118,8 +103,8 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
         """
         self.agreed.forget()
         self.regroup()
-        rows = self.world.stack(torch.tensor([self.updates, *self._broken_off]))
-        self.updates, self._broken_off = int(rows[:, 0].max()), (0, 0)
+        rows = self.world.stack(torch.tensor([self.updates, *self.tried]))
+        self.updates, self.tried = int(rows[:, 0].max()), (0, 0)
         computed, handed_out = rows[rows[:, 0] == self.updates, 1:].unbind(1)  # not of those that others finished
         lost = max(int(computed.sum()), int(handed_out.max()))
         self.samples_lost += lost
@@ -132,20 +117,11 @@ class ByMicroBatch(MeetsAtSteps):
     Within a step the parameters have memory that is the step's own.
     """
 
-    bound: int | None = None
-    """How many micro-batches a worker may be ahead of the slowest; None for no bound."""
-    servers: Collection[int] = ()
-    """The workers that keep parameters in the step under way."""
-    first = 0
-    """The first worker that computes."""
-
     def __init__(self, config: Any, world: World) -> None:
         super().__init__(config, world)
         self.taken: Callable[[int], None] = lambda _: None
         self.computed: list[int] = []
         self._requests: Requests | None = None
-        self._before: list[Tensor] = []
-        """What the parameters are between two steps, while a step is under way."""
 
     def shard(self) -> Shard:
         """Every worker is given all pieces of a batch, and fetches those that it takes."""
@@ -156,28 +132,27 @@ class ByMicroBatch(MeetsAtSteps):
     ) -> StepOutcome:
         """Train on this worker's share of the pieces; what comes out is taken up by `update`."""
         tally, self.computed = StepMetrics(control_flags, self.agreed, self.world), []
-        served = self.begin()
-        hand_out = HandOut(pieces, self.world.size, self.bound, first=self.first)  # the leader's alone is asked
-        self._requests = requests = Requests(served, hand_out, self.side, self.servers)
+        requests, memory = self.begin(len(pieces))
+        self._requests = requests
         requests.open()
-        while self.world.rank >= self.first and (number := requests.take(done=len(self.computed))) >= 0:
-            self.taken(number)
-            self.pull(requests)
-            model.zero_grad()
-            values = compute(model, pieces[number])
-            tally.add(values, pieces[number].weight)
-            scale(values["loss"]).backward()  # of the mean over the micro-batch
-            self.push(requests)
-            self.computed.append(number)
-            self.tried = sum(pieces[each].samples for each in self.computed), hand_out.samples
-        requests.close()
-        found = self.end(served, hand_out.most_ahead)
-        self._leave()
-        return self.outcome(tally, found)
+        with computing_in(memory, self.trained().values()):
+            while (number := requests.ask(LEADER, TAKE, len(self.computed))[0]) >= 0:
+                self.taken(number)
+                self.pull(requests)
+                model.zero_grad()
+                values = compute(model, pieces[number])
+                tally.add(values, pieces[number].weight)
+                scale(values["loss"]).backward()  # of the mean over the micro-batch
+                self.push(requests)
+                self.computed.append(number)
+                own, handed_out = [pieces[each] for each in self.computed], pieces[: requests.hand_out.taken]
+                self.tried = sum(each.samples for each in own), sum(each.samples for each in handed_out)
+            requests.close()
+        return self.outcome(tally, self.end(requests))
 
     @abstractmethod
-    def begin(self) -> Served | None:
-        """Compute from now on with what all change. Returns what this worker serves."""
+    def begin(self, pieces: int) -> tuple[Requests, Sequence[Tensor]]:
+        """A step of so many micro-batches begins: what is asked in it, and the memory to compute in."""
 
     @abstractmethod
     def pull(self, requests: Requests) -> None:
@@ -188,11 +163,8 @@ class ByMicroBatch(MeetsAtSteps):
         """Make an update by the gradients of now."""
 
     @abstractmethod
-    def end(self, served: Served | None, ahead: Sequence[int]) -> dict[str, Tensor]:
-        """Have what came of all updates, in `after`. Returns what is logged.
-
-        `ahead`: see `HandOut.most_ahead`, of the leader.
-        """
+    def end(self, requests: Requests) -> dict[str, Tensor]:
+        """Have what came of all updates, in `after`. Returns what is logged."""
 
     def norm(self, model: nn.Module) -> Tensor:
         """There is none: a step is many updates, each by a gradient of its own."""
@@ -203,22 +175,18 @@ class ByMicroBatch(MeetsAtSteps):
         if self._requests is not None:
             self._requests.abandon()
 
-    def step_back(self) -> None:
-        """Have the parameters as before the step under way."""
-        super().step_back()
-        self._leave()
 
-    def enter(self, memory: Sequence[Tensor]) -> None:
-        """Have the parameters be what is in `memory`, until the step ends."""
-        parameters = self.trained().values()
-        self._before = [each.data for each in parameters]
+@contextmanager
+def computing_in(memory: Sequence[Tensor], parameters: Collection[Tensor]) -> Iterator[None]:
+    """Within, `parameters` are what is in `memory`: what else reads them sees nothing of a step under way."""
+    before = [each.data for each in parameters]
+    try:
         for parameter, tensor in zip(parameters, memory, strict=True):
             parameter.data = tensor
-
-    def _leave(self) -> None:
-        for parameter, own in zip(self.trained().values(), self._before, strict=False):
-            parameter.data = own
-        self._before = []
+        yield
+    finally:
+        for parameter, tensor in zip(parameters, before, strict=True):
+            parameter.data = tensor
 
 
 @torch.no_grad()

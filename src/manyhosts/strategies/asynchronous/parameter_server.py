@@ -14,9 +14,8 @@ from manyhosts.communication.layout import spread
 from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import ParameterServer
 from manyhosts.strategies.asynchronous.meetings import ByMicroBatch, MeetsAtSteps, put
-from manyhosts.strategies.asynchronous.pushed import Gradients
-from manyhosts.strategies.asynchronous.requests import LEADER, Kind, Requests, receive, send
-from manyhosts.strategies.asynchronous.served import Served, described, like_described, owners_of, state_tensors
+from manyhosts.strategies.asynchronous.requests import LEADER, PULL, PUSH, HandOut, Requests, receive, send
+from manyhosts.strategies.asynchronous.served import Gradients, Served, described, like_described, owners_of
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import Traits
@@ -44,17 +43,23 @@ class Servers(MeetsAtSteps):
         """What each worker keeps that keeps something, by rank and name."""
 
     def regroup(self) -> None:
-        """Know who keeps which of the parameters that are trained now."""
-        trained, self.kept = self.trained(), {}
-        sizes = {name: each.nbytes for name, each in trained.items()}
-        owners = owners_of(sizes, self.config.servers, self.world.size)
-        for name in sorted(owners, key=lambda name: owners[name]):
-            self.kept.setdefault(owners[name], {})[name] = trained[name]
+        """See that there is something to keep for each server."""
+        super().regroup()
+        self.begin_step()
+
+    @property
+    def first(self) -> int:
+        """The first worker that computes: those before it keep parameters, and do nothing else."""
+        return min(self.config.servers or 0, self.world.size - 1) if self.config.dedicated else 0
 
     def begin_step(self) -> None:
-        """Have what is pushed in this step apart from what was pushed before, should it break off."""
-        self.regroup()
-        self.gradients = Gradients(self.config, self.dropped)
+        """Know who keeps which of the parameters that are trained now, and what was dropped of pushes before."""
+        trained, self.kept = self.trained(), {}
+        sizes = {name: each.nbytes for name, each in trained.items()}
+        owners = owners_of(sizes, self.config.servers, self.first or self.world.size)
+        for name in sorted(owners, key=lambda name: owners[name]):
+            self.kept.setdefault(owners[name], {})[name] = trained[name]
+        self.gradients = Gradients(self.config, self.dropped)  # apart from those, should the step break off
 
     def serve(self) -> Served:
         """What this worker serves in a step."""
@@ -72,7 +77,8 @@ class Servers(MeetsAtSteps):
         for owner, names in self.kept.items():
             if owner != world.rank:
                 states |= {name: like_described(reported[owner][name], world.device) for name in names}
-            spread([each for name in names for each in (values[name], *state_tensors(states[name]))], world, owner)
+            held = [each for name in names for each in (values[name], *states[name].values())]
+            spread([each for each in held if isinstance(each, Tensor)], world, owner)
         self.after = {name: (value, states[name]) for name, value in values.items()}
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
@@ -107,9 +113,9 @@ class Synchronous(Servers):
         """Have the gradients of what this worker keeps, summed over all; it has none of what others keep."""
         model.zero_grad()
         tally = StepMetrics(control_flags, self.agreed, self.world)
-        for piece in pieces:
+        for number, piece in enumerate(pieces, start=1):
             scale(tally.add(compute(model, piece), piece.weight)).backward()
-            self.tried = (self.tried[0] + piece.samples, 0)
+            self.tried = sum(each.samples for each in pieces[:number]), 0
         begin = time.perf_counter()
         self.begin_step()
         for owner, kept in self.kept.items():
@@ -138,16 +144,15 @@ class Synchronous(Servers):
     def norm(self, model: nn.Module) -> Tensor:
         """That of the entire gradient, from the norm of each parameter's, in the model's order."""
         gradients = [each.grad for each in self.trained().values()]  # none of what others keep
-        norms = [0.0 if each is None else float(torch.linalg.vector_norm(_numbers(each))) for each in gradients]
+        numbers = [each._values() if each is not None and each.is_sparse else each for each in gradients]
+        norms = [0.0 if each is None else float(torch.linalg.vector_norm(each)) for each in numbers]
         norm: Tensor = torch.linalg.vector_norm(self.world.all_reduce(torch.tensor(norms)))
         return norm
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip what this worker keeps by that norm."""
         norm = self.norm(model)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                _numbers(parameter.grad).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as PyTorch does
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
         return norm
 
     def prepare_update(self) -> None:
@@ -157,11 +162,6 @@ class Synchronous(Servers):
         self.take_up(served)
 
 
-def _numbers(gradient: Tensor) -> Tensor:
-    """Those of a gradient that need not be zero, in its own memory."""
-    return gradient._values() if gradient.is_sparse else gradient
-
-
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one if other is None else other if one is None else one + other
 
@@ -169,19 +169,18 @@ def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 class Asynchronous(Servers, ByMicroBatch):
     """Each micro-batch is an update of its own: a free worker takes the next, and waits for others only by a bound."""
 
-    def begin(self) -> Served:
+    def begin(self, pieces: int) -> tuple[Requests, Sequence[Tensor]]:
         """Serve what this worker keeps, and compute in memory of its own."""
         self.begin_step()
-        served = self.serve()
-        self.enter([each.detach().clone() for each in self.trained().values()])
-        self.bound, self.servers = self.config.staleness, self.kept.keys()
         self._versions, self._stale = dict[int, int](), list[int]()
-        return served
+        hand_out = HandOut(pieces, self.world.size, self.config.staleness, first=self.first)
+        memory = [each.detach().clone() for each in self.trained().values()]
+        return Requests(self.serve(), hand_out, self.side, self.kept), memory
 
     def pull(self, requests: Requests) -> None:
         """Have the values of now of all servers."""
         for server, parameters in self.kept.items():
-            self._versions[server], payload = requests.ask(server, Kind.PULL)
+            self._versions[server], payload = requests.ask(server, PULL)
             put(parameters.values(), parted(payload))
 
     def push(self, requests: Requests) -> None:
@@ -189,29 +188,18 @@ class Asynchronous(Servers, ByMicroBatch):
         stale = 0
         for server, kept in self.kept.items():
             payload = self.gradients.packed(kept, exact=server == self.world.rank)
-            stale = max(stale, requests.ask(server, Kind.PUSH, self._versions[server], payload)[0])
+            stale = max(stale, requests.ask(server, PUSH, self._versions[server], payload)[0])
         self._stale.append(stale)
 
-    def end(self, served: Served | None, ahead: Sequence[int]) -> dict[str, Tensor]:
+    def end(self, requests: Requests) -> dict[str, Tensor]:
         """See `ByMicroBatch.end`. What is logged is how stale the gradients were, and who was how far ahead."""
-        assert served is not None, "each worker serves, though it may be nothing"
-        if self.side is not None:
-            self.world.count_sent(self.side.uncounted())
-        self.take_up(served)
-        stale = self._stale
-        own = [len(stale), sum(stale) / max(len(stale), 1), max(stale, default=0)]
-        return measured(self.world.stack(torch.tensor([*own, *ahead], dtype=torch.float64)))
-
-
-def measured(found: Tensor) -> dict[str, Tensor]:
-    """What is logged of a step, from (pieces, mean and largest staleness, how far each was ahead) of each worker.
-
-    The last `len(found)` columns are known to who hands out alone.
-    """
-    (pieces, mean, most), ahead = found[:, :3].unbind(1), found[LEADER, 3:]
-    values = {"staleness": (pieces * mean).sum() / pieces.sum().clamp(min=1), "staleness_max": most.max()}
-    values["ahead_max"] = ahead.max()
-    for rank in range(len(found)):
-        values[f"pieces/rank{rank}"], values[f"staleness/rank{rank}"] = pieces[rank], mean[rank]
-        values[f"ahead/rank{rank}"] = ahead[rank]
-    return values
+        if requests.side is not None:
+            self.world.count_sent(requests.side.uncounted())
+        assert requests.served is not None, "each worker serves, though it may be nothing"
+        self.take_up(requests.served)
+        stale = (len(self._stale), sum(self._stale), max(self._stale, default=0))
+        found = self.world.stack(torch.tensor([*stale, *requests.hand_out.most_ahead], dtype=torch.float64))
+        (pieces, updates, most), ahead = found[:, :3].unbind(1), found[LEADER, 3:]  # the leader alone has handed out
+        values = {"staleness": updates.sum() / pieces.sum(), "staleness_max": most.max(), "ahead_max": ahead.max()}
+        by_rank = {"pieces": pieces, "ahead": ahead, "staleness": updates / pieces.clamp(min=1)}
+        return values | {f"{name}/rank{rank}": row[rank] for name, row in by_rank.items() for rank in range(len(ahead))}

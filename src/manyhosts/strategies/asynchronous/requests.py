@@ -9,19 +9,20 @@ that they ask no more. So between two steps no thread waits for anybody, however
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
-from enum import IntEnum
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.strategies.asynchronous.served import Served
-from manyhosts.strategies.strategy import Piece
 
 LEADER = 0
 """Who hands out."""
 NONE_LEFT = -1
+TAKE, PULL, PUSH, END = range(4)
+"""What is asked for: the next micro-batch, which with a number above 0 says that what the worker took before is with
+all servers; parameters; an update by gradients; and nothing any more."""
 _REQUEST, _REPLY = 1, 2
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _JOIN_S = 5.0
@@ -37,7 +38,7 @@ class HandOut:
     Synchronous Parallel Parameter Server").
     """
 
-    def __init__(self, pieces: Sequence[Piece], workers: int, bound: int | None, *, first: int = 0) -> None:
+    def __init__(self, pieces: int, workers: int, bound: int | None, *, first: int = 0) -> None:
         """`first`: the first worker that computes."""
         self.pieces, self.bound = pieces, bound
         self.clocks = [0] * workers
@@ -49,7 +50,7 @@ class HandOut:
         self._changed = threading.Condition()
 
     def take(self, worker: int) -> int:
-        """The next for `worker`, which has pushed what it took before; `NONE_LEFT` where all are taken.
+        """The next for `worker`, which has pushed what it took before; `NONE_LEFT` where there is none for it.
 
         Waits until the bound allows it.
 
@@ -57,21 +58,16 @@ class HandOut:
             RuntimeError: a server has `fail`ed meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.may_begin(worker) or self.taken == len(self.pieces) or self._error)
+            self._changed.wait_for(lambda: self.may_begin(worker) or self.taken == self.pieces or self._error)
             if self._error is not None:
                 raise RuntimeError(f"a server has failed: {self._error}") from self._error
-            if self.taken == len(self.pieces):
+            if self.taken == self.pieces or worker not in self._computing:
                 self._computing.discard(worker)
                 self._changed.notify_all()
                 return NONE_LEFT
             self.most_ahead[worker] = max(self.most_ahead[worker], self._ahead(worker))
             self.taken += 1
             return self.taken - 1
-
-    @property
-    def samples(self) -> int:
-        """Of all that were taken."""
-        return sum(piece.samples for piece in self.pieces[: self.taken])
 
     def pushed(self, worker: int) -> None:
         """The gradient of what `worker` took is with all servers."""
@@ -91,16 +87,6 @@ class HandOut:
 
     def _ahead(self, worker: int) -> int:
         return self.clocks[worker] - min(self.clocks[each] for each in self._computing | {worker})
-
-
-class Kind(IntEnum):
-    """What is asked for."""
-
-    TAKE = 0
-    """The next micro-batch; with a number above 0: what the worker took before is with all servers."""
-    PULL = 1
-    PUSH = 2
-    END = 3
 
 
 class Requests:
@@ -124,11 +110,7 @@ class Requests:
                 self.threads.append(threading.Thread(target=self._answer_all, args=(self.side, worker), daemon=True))
                 self.threads[-1].start()
 
-    def take(self, *, done: int) -> int:
-        """The number of the next micro-batch, for a worker that has pushed `done`; `NONE_LEFT` where all are taken."""
-        return self.ask(LEADER, Kind.TAKE, done)[0]
-
-    def ask(self, worker: int, kind: Kind, number: int = 0, payload: Tensor = _NOTHING) -> tuple[int, Tensor]:
+    def ask(self, worker: int, kind: int, number: int = 0, payload: Tensor = _NOTHING) -> tuple[int, Tensor]:
         """The number and the bytes that `worker` answers with."""
         if self.side is None or worker == self.rank:
             return self._answer(worker, kind, number, payload)
@@ -143,7 +125,7 @@ class Requests:
         """
         for worker in self.asked:
             if self.side is not None and worker != self.rank:
-                send(self.side, worker, _REQUEST, Kind.END)
+                send(self.side, worker, _REQUEST, END)
         for thread in self.threads:
             thread.join()
         if self.error is not None:
@@ -158,17 +140,17 @@ class Requests:
     def _answer(self, worker: int, kind: int, number: int, payload: Tensor) -> tuple[int, Tensor]:
         if self.error is not None:
             raise self.error
-        if kind == Kind.TAKE:
+        if kind == TAKE:
             if number:
                 self.hand_out.pushed(worker)
             return self.hand_out.take(worker), _NOTHING
         assert self.served is not None, f"nothing is kept here, and {worker} has asked for it"
-        return self.served.pull() if kind == Kind.PULL else (self.served.push(number, payload), _NOTHING)
+        return self.served.pull() if kind == PULL else (self.served.push(number, payload), _NOTHING)
 
     def _answer_all(self, side: SideGroup, worker: int) -> None:
         """Answer one worker, until it asks no more."""
         try:
-            while (request := receive(side, worker, _REQUEST))[0] != Kind.END:
+            while (request := receive(side, worker, _REQUEST))[0] != END:
                 send(side, worker, _REPLY, 0, *self._answer(worker, *request))
         except BaseException as error:  # which belongs to the thread that trains
             self.error = self.error or error

@@ -25,7 +25,7 @@ _PUBLIC = {
     "ParameterServer": "manyhosts.config.asynchronous",
     "FSDP": "manyhosts.config.fully_sharded",
     "CSVLogger": "manyhosts.listeners.loggers",
-    "PipeDream": "manyhosts.config.pipedream",
+    "PipeDream": "manyhosts.config.asynchronous",
     "Pipeline": "manyhosts.config.pipelined",
     "Tensor": "manyhosts.config.tensor_cut",
     "Mesh": "manyhosts.config.mesh",

@@ -13,6 +13,7 @@ from runs import Recipe, make_trainer, samples_by_step, step_lines
 
 import manyhosts as mh
 from manyhosts.communication.side_group import SideGroup
+from manyhosts.strategies.asynchronous.parameter_server import Servers
 
 pytestmark = pytest.mark.multiprocess
 
@@ -83,6 +84,56 @@ def test_run_continues_with_other_workers_and_servers(tmp_path: Path) -> None:
     answers = run_ranks(2, fit, with_strategy(HANDED_OUT, mh.ParameterServer(servers=1)), tmp_path)
     assert answers[0] == answers[1]
     assert_each_once(tmp_path, epochs=3)
+
+
+def noted(rank: int, recipe: Recipe, folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """What compression has kept back as this worker begins, and as it ends; and what `fit` gives."""
+    begins: list[dict[str, torch.Tensor]] = []
+    ends: list[dict[str, torch.Tensor]] = []
+    load, update = Servers.load_state_dict, Servers.update
+
+    def loaded(self: Servers, states: Any) -> None:
+        load(self, states)
+        begins.append({name: each.clone() for name, each in self.dropped.items()})
+
+    def updated(self: Servers, *given: Any) -> None:
+        update(self, *given)
+        ends.append({name: each.clone() for name, each in self.dropped.items()})
+
+    Servers.load_state_dict, Servers.update = loaded, updated  # type: ignore[method-assign]
+    found = fit(rank, recipe, folder)
+    return begins, ends[-1], found
+
+
+def total(kept: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    names = {name for each in kept for name in each}
+    return {name: sum((each[name] for each in kept if name in each), torch.zeros(())) for name in names}
+
+
+def test_what_compression_keeps_back_is_taken_up_by_other_workers_and_servers(tmp_path: Path) -> None:
+    pushed = {"compression": "int8", "compress_above": 1}
+    first = with_strategy(replace(HANDED_OUT, duration="1 epoch"), mh.ParameterServer(servers=3, **pushed))
+    before = total([ends for _, ends, _ in run_ranks(3, noted, first, tmp_path)])
+    assert all(each.abs().max() > 0 for each in before.values()), before
+    assert before, "or nothing below says anything"
+    answers = run_ranks(2, noted, with_strategy(HANDED_OUT, mh.ParameterServer(servers=1, **pushed)), tmp_path)
+    after = total([begins[-1] for begins, _, _ in answers])
+    assert before.keys() == after.keys()
+    for name, each in before.items():
+        torch.testing.assert_close(after[name], each, rtol=0, atol=1e-7)
+    assert answers[0][2] == answers[1][2]
+    assert answers[0][2]["loss"] < 2.2
+    assert_each_once(tmp_path, epochs=3)
+
+
+def test_servers_of_their_own_compute_nothing(tmp_path: Path) -> None:
+    recipe = with_strategy(HANDED_OUT, mh.ParameterServer(staleness=1, servers=1, dedicated=True))
+    answers = run_ranks(3, fit, recipe, tmp_path)
+    assert all(answer == answers[0] for answer in answers), answers
+    assert_each_once(tmp_path, epochs=3)
+    lines = [line["values"] for line in step_lines(tmp_path)]
+    assert all(line["pieces/rank0"] == 0 and line["ahead_max"] <= 1 for line in lines)
+    assert all(sum(line[f"pieces/rank{rank}"] for line in lines) > 0 for rank in (1, 2))
 
 
 def test_updates_out_of_order_reach_the_loss_of_one_process(tmp_path: Path) -> None:

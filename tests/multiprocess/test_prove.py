@@ -173,18 +173,22 @@ def test_what_cannot_be_looked_at_is_untried_and_not_broken(
     assert not proof.holds, "it was asked for by name"
 
 
+@pytest.mark.parametrize(
+    ("strategy", "lost"),
+    [("mh.ParameterServer()", ("workers", "micro", "resume")), ("mh.LocalSGD(sync_every=2)", ("workers", "ranks"))],
+)
 def test_promises_that_a_strategy_gives_up_are_named_and_not_held_against_the_script(
-    tmp_path: Path, stage: LocalTrialRunner
+    strategy: str, lost: tuple[str, ...], tmp_path: Path, stage: LocalTrialRunner
 ) -> None:
-    proof = proof_of(Script("fit(strategy=mh.ParameterServer(), micro_batch_size=4)"), tmp_path, stage)
+    proof = proof_of(Script(f"fit(strategy={strategy}, micro_batch_size=4)"), tmp_path, stage)
     found = {verdict.promise: verdict for verdict in proof.verdicts}
-    assert proof.given_up == ("workers", "micro", "resume")
+    assert proof.given_up == lost
     assert all("does not keep this" in found[name].note for name in proof.given_up)
-    assert (found["samples"].status, found["ranks"].status) == ("holds", "holds"), found
+    assert all(verdict.status == "holds" for name, verdict in found.items() if name not in lost), found
     assert proof.holds
     screen = io.StringIO()
     print_proof(proof, screen)
-    assert "does not keep: workers, micro, resume" in " ".join(screen.getvalue().split())
+    assert f"does not keep: {', '.join(lost)}" in " ".join(screen.getvalue().split())
 
 
 def test_a_script_without_a_trainer_is_counted_by_its_optimizer(tmp_path: Path, stage: LocalTrialRunner) -> None:

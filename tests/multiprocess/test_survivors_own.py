@@ -102,11 +102,11 @@ MOMENTS = {
     "after it has taken an outer step": ("diloco", "manyhosts.strategies.diloco:OuterSteps._take:5:after"),
     "when servers give what they have stepped": (
         "servers in step",
-        "manyhosts.strategies.asynchronous.full_between_steps:MeetsAtSteps.share:12:before",
+        "manyhosts.strategies.asynchronous.parameter_server:Servers.take_up:12:before",
     ),
     "with a micro-batch that no server has the gradient of": (
         "servers",
-        "manyhosts.strategies.asynchronous.requests:Asks.push:60:before",
+        "manyhosts.strategies.asynchronous.requests:Requests.ask:120:before",
     ),
     "in an outer step that all wait for": ("diloco at once", "manyhosts.strategies.diloco:OuterSteps._take:4:before"),
 }

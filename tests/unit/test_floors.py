@@ -351,14 +351,14 @@ def test_help_of_every_verb_loads_nothing_but_python_and_click() -> None:
     assert done.stdout.count("Usage: manyhosts") == len(asked)
 
 
-KNOW_FSDP = {
+KNOW_STRATEGIES = {
     "__init__.py",  # mh.FSDP
     "config/strategies.py",
-    "strategies/table.py",
-    "strategies/traits.py",
     "planner/strategies/strategy.py",
+    "strategies/table.py",
 }
-ITS_OWN = (
+"""The tables in which a strategy has a line: four, and no other file outside its own names it."""
+OF_FSDP = (
     "config/sharded_layers.py",
     "config/fully_sharded.py",
     "measure/in_worker/in_parts.py",
@@ -367,13 +367,24 @@ ITS_OWN = (
     "strategies/sharded_layers.py",
     "strategies/units.py",
 )
+OF_ASYNCHRONOUS = ("config/asynchronous.py", "planner/strategies/asynchronous.py", "strategies/asynchronous/")
 
 
-def test_a_strategy_is_known_by_its_own_files_and_by_tables() -> None:
-    """A way to cut a model that comes next adds files of its own, and a line to each of these."""
-    named = {
-        str(path.relative_to(PACKAGE))
-        for path in FILES
-        if re.search(r"\b(fsdp|FSDP|fully_sharded)\b", path.read_text())
-    }
-    assert {path for path in named if not path.startswith(ITS_OWN)} == KNOW_FSDP
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [
+        (r"\b(fsdp|FSDP|fully_sharded)\b", OF_FSDP),
+        (r"\.asynchronous\b|parameter.server\b|ParameterServer|[Hh]ogwild|[Pp]ipe[Dd]ream", OF_ASYNCHRONOUS),
+    ],
+    ids=["fsdp", "asynchronous"],
+)
+def test_a_strategy_is_known_by_its_own_files_and_by_tables(names: str, own: tuple[str, ...]) -> None:
+    """One that comes next adds files of its own, and a line to each of these."""
+    named = {in_package(path) for path in FILES if re.search(names, path.read_text())}
+    assert {path for path in named if not path.startswith(own)} == KNOW_STRATEGIES
+
+
+def test_updates_that_wait_for_no_worker_are_at_most_a_thousand_statements() -> None:
+    """All three strategies, with their settings and what a plan knows of them."""
+    files = [path for path in FILES if in_package(path).startswith(OF_ASYNCHRONOUS)]
+    assert sum(isinstance(node, ast.stmt) for path in files for node in ast.walk(ast.parse(path.read_text()))) <= 1000

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manyhosts import errors
 from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.layout import bytes_of
 
 _DTYPES = (
     torch.float32,
@@ -24,8 +25,12 @@ _DTYPES = (
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
 _MOST_DIMS = 8
+_COLUMNS = 2 + _MOST_DIMS
+"""Of what says how a tensor looks: its dtype, how many dims it has, and its shape."""
 
 
 def can_travel(tensor: Tensor) -> bool:
@@ -41,27 +46,34 @@ def gather_lists(world: Collectives, tensors: Sequence[Tensor]) -> list[list[Ten
     """
     if world.size == 1:
         return [list(tensors)]
-    headers = torch.zeros((len(tensors), 2 + _MOST_DIMS), dtype=torch.int64, device=world.device)
-    for row, tensor in enumerate(tensors):
+    return [parted(each) for each in world.gather(joined([each.to(world.device) for each in tensors]).to(world.device))]
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one device as one of bytes, shape (bytes,) uint8, which `parted` takes apart.
+
+    Raises:
+        ValueError: a tensor has more than 8 dims, or a dtype that cannot travel.
+    """
+    rows = [[len(tensors)]]
+    for tensor in tensors:
         if tensor.dim() > _MOST_DIMS or tensor.dtype not in _DTYPES:
             raise ValueError(f"cannot send a tensor of {tensor.dim()} dims and {tensor.dtype}")
-        facts = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        headers[row, : len(facts)] = torch.tensor(facts, device=world.device)
-    flat = [tensor.detach().to(world.device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    payload = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=world.device)
-    return [
-        _unpack(facts.tolist(), data) for facts, data in zip(world.gather(headers), world.gather(payload), strict=True)
-    ]
+        rows.append([_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
+    headers = torch.tensor([row + [0] * (_COLUMNS - len(row)) for row in rows])
+    parts = [bytes_of(tensor.detach()) for tensor in tensors]
+    return torch.cat([bytes_of(headers).to(parts[0].device if parts else "cpu"), *parts])
 
 
-def _unpack(headers: list[list[int]], payload: Tensor) -> list[Tensor]:
+def parted(data: Tensor) -> list[Tensor]:
+    """The tensors that `joined` has put together, on the device of `data`."""
+    begin = 8 * _COLUMNS * (1 + int(data[:8].clone().view(torch.int64)))  # `data` may begin at an odd byte of another
     tensors = []
-    begin = 0
-    for code, dims, *shape in headers:
+    for code, dims, *shape in data[:begin].clone().view(torch.int64).view(-1, _COLUMNS)[1:].tolist():
         dtype = _DTYPES[code]
         length = math.prod(shape[:dims]) * dtype.itemsize
         # A copy, because a slice that begins at an odd byte cannot be viewed as wider numbers.
-        tensors.append(payload[begin : begin + length].clone().view(dtype).reshape(shape[:dims]))
+        tensors.append(data[begin : begin + length].clone().view(dtype).reshape(shape[:dims]))
         begin += length
     return tensors
 

@@ -122,15 +122,15 @@ class FSDP:
                 fix="plan it without: manyhosts plan --set strategy=fsdp; and compare with some steps of a run",
             )
 
-    def check_precision(self, precision: str) -> None:
+    def check_goes_with(self, settings: Any) -> None:
         """Refuse to gather in another format than the passes compute in.
 
         Raises:
             ConfigError: they do not compute in bf16.
         """
-        if self.gather == "bf16" and precision != "bf16":
+        if self.gather == "bf16" and settings.precision != "bf16":
             raise ConfigError(
-                f"parameters are gathered in bf16, and precision is {precision!r}",
+                f"parameters are gathered in bf16, and precision is {settings.precision!r}",
                 where="FSDP(gather=…)",
                 fix='set precision="bf16", too, or leave gather out',
             )

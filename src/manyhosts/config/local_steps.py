@@ -19,6 +19,8 @@ class LocalSGD:
     """
 
     name: ClassVar[str] = "local-sgd"
+    gives_up: ClassVar[tuple[str, ...]] = ("workers", "ranks")
+    by_design: ClassVar[str] = "lets each worker step alone between two exchanges"
 
     sync_every: int = 8
     """Optimizer steps between two means. 1 is data parallelism, for SGD."""
@@ -54,6 +56,8 @@ class DiLoCo:
     """
 
     name: ClassVar[str] = "diloco"
+    gives_up: ClassVar[tuple[str, ...]] = LocalSGD.gives_up
+    by_design: ClassVar[str] = LocalSGD.by_design
 
     sync_every: int = 8
     """Optimizer steps between two outer steps of the same parameter."""

@@ -89,13 +89,13 @@ class Pipeline:
         words = self.cuts.split(",") if isinstance(self.cuts, str) else self.cuts
         return tuple(word.strip() for word in words if word.strip())
 
-    def check_precision(self, precision: str) -> None:
+    def check_goes_with(self, settings: Any) -> None:
         """Refuse a format that stages cannot compute in.
 
         Raises:
             ConfigError: it is fp16.
         """
-        if precision == "fp16":
+        if settings.precision == "fp16":
             raise ConfigError(
                 "precision is 'fp16', whose scale only the last stage of a pipeline would know",
                 where="strategy='pipeline'",

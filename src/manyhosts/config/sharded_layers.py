@@ -20,6 +20,7 @@ class ShardedLayers(FSDP):
 
     name: ClassVar[str] = "fsdp+tensor"
     axes: ClassVar[Mapping[str, str]] = {"shard": "shard", "tensor": "size"}
+    planned_if_asked: ClassVar[bool] = False
 
     size: int = OF_MESH
     """Over how many workers each layer is cut: see `Tensor`; by itself what the mesh says."""

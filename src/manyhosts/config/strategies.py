@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from manyhosts.config.arguments import OF_DDP, answering
-from manyhosts.config.asynchronous import Hogwild, ParameterServer, check_asynchronous
+from manyhosts.config.asynchronous import Hogwild, ParameterServer, PipeDream
 from manyhosts.config.compression import check_name
 from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.config.mesh import OF_MESH, Mesh, axes_of
-from manyhosts.config.pipedream import PipeDream
 from manyhosts.config.pipelined import BY_MEMORY, Pipeline
 from manyhosts.config.sharded_layers import ShardedLayers
 from manyhosts.config.tensor_cut import Tensor
@@ -140,10 +139,8 @@ def check_goes_with(strategy: Strategy, settings: Any) -> None:
         ConfigError: it cannot.
     """
     _check_axes(strategy, settings.mesh)
-    if isinstance(strategy, ParameterServer | Hogwild | PipeDream):
-        check_asynchronous(strategy, settings)
-    elif isinstance(strategy, FSDP | Pipeline):
-        strategy.check_precision(settings.precision)
+    if hasattr(strategy, "check_goes_with"):
+        strategy.check_goes_with(settings)
 
 
 def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
@@ -158,9 +155,14 @@ def _check_axes(strategy: Strategy, mesh: Mesh | None) -> None:
             )
 
 
-def is_asynchronous(strategy: Strategy) -> bool:
-    """Whether a step is many updates, on one worker, too."""
-    return isinstance(strategy, ParameterServer | Hogwild | PipeDream) and strategy.is_asynchronous
+def many_updates(strategy: Strategy) -> bool:
+    """Whether a step is many updates: on one worker, too."""
+    return getattr(strategy, "many_updates", False)
+
+
+def gives_up(strategy: Strategy) -> tuple[str, ...]:
+    """The promises that a strategy does not keep, by its design: see `prove.promises`."""
+    return getattr(strategy, "gives_up", ())
 
 
 def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
@@ -169,9 +171,11 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if isinstance(strategy, PipeDream | ShardedLayers):
+    if isinstance(strategy, FSDP):
+        strategy.check_planned()
+    if not getattr(strategy, "planned_if_asked", True):
         raise ConfigError(
-            f"a plan does not know yet what strategy {strategy.name!r} takes",
+            f"a plan does not know yet what strategy {strategy.name!r} takes as it is set",
             where=f"strategy={strategy.name!r}",
             fix="run some steps of it: their times and bytes are in the run's summary",
         )
@@ -188,8 +192,6 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
             where="mesh",
             fix="leave it out; with strategy=fsdp write --set shard=… in its place",
         )
-    if isinstance(strategy, FSDP):
-        strategy.check_planned()
 
 
 def named(strategy: str | Strategy | Mesh) -> Strategy:

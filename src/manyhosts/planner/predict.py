@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from manyhosts.config.asynchronous import Hogwild, ParameterServer
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import DDP, Single, Strategy, cutting, of_same_samples
@@ -38,6 +37,8 @@ class Way:
     """By which the number of workers must be divisible."""
     most: int | None = None
     """Workers that there may be; None: as many as one likes."""
+    one_host: bool = False
+    """Whether they must all be on one host."""
     model: StrategyModel
 
 
@@ -135,7 +136,7 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
             )
             for each in cutting(own)
         ]
-    if isinstance(own, ParameterServer | Hogwild):  # of its own wish alone: it trains another way
+    if own is not None and getattr(own, "planned_if_asked", False):
         found.append(_way(own, getattr(own, "compression", "none")))
     most = {"tensor": None if measured.cut_layers else 1, "pipeline": len(measured.blocks) // _each_has(own)}
     found += [
@@ -152,7 +153,8 @@ def _each_has(own: Strategy | None) -> int:
 
 
 def _way(config: Strategy, compression: str = "none") -> Way:
-    return Way(strategy=config.name, compression=compression, model=STRATEGIES.load(config.name)(config))
+    one_host, model = getattr(config, "one_host", False), STRATEGIES.load(config.name)(config)
+    return Way(strategy=config.name, compression=compression, one_host=one_host, model=model)
 
 
 def predictions(
@@ -230,7 +232,7 @@ def _why_not(measured: Measured, machines: Machines, group: Group, memory: Memor
     parts = measured.virtual_workers
     if parts is not None and group.workers > parts:
         return f"{group.workers} workers share {parts} virtual ones, and each needs one"
-    if way.strategy == Hogwild.name and group.nodes > 1:
+    if way.one_host and group.nodes > 1:
         return f"strategy {way.strategy!r} shares the memory of one host"
     if group.workers % way.shard:
         return f"{group.workers} workers cannot share copies of the model among {way.shard} each"

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from manyhosts.config.strategies import gives_up
 from manyhosts.prove import compare
 from manyhosts.prove.compare import FLOAT32, FLOAT64, Comparison, Departure
 from manyhosts.prove.experiments import Cause, Experimented, named
 from manyhosts.prove.trace import Trace
 from manyhosts.prove.trials import Setup, Trial, Trials
-
-LOCAL = ("local-sgd", "diloco")
-"""Strategies whose workers differ between two exchanges."""
 
 
 def find(trials: Trials, one: Setup, other: Setup, found: Departure, promise: str) -> Cause:
@@ -130,7 +128,7 @@ def of_changed_workers(trace: Trace) -> Cause | None:
 def _of_settings(trials: Trials, ours: Trial, theirs: Trial) -> Iterator[Cause | None]:
     """Settings that let the workers differ by design: with another value, do the trials agree?"""
     settings = theirs.trace.settings
-    strategy = settings.get("strategy", {})
+    strategy, own = settings.get("strategy", {}), theirs.trace.strategy
     asked: list[tuple[bool, dict[str, Any], str, str]] = [
         (
             settings.get("batch_norm") == "local" and theirs.trace.has_batch_norm,
@@ -139,22 +137,10 @@ def _of_settings(trials: Trials, ours: Trial, theirs: Trial) -> Iterator[Cause |
             'leave batch_norm out: "global" is the default, and the same on any number of workers',
         ),
         (
-            strategy.get("name") in LOCAL,
+            own is not None and gives_up(own) != (),
             {"strategy": "ddp"},
-            f"strategy {strategy.get('name')!r} lets each worker step alone between two exchanges",
+            f"strategy {strategy.get('name')!r} {getattr(own, 'by_design', '')}",
             'that is its design; strategy="ddp" gives one answer on any number of workers',
-        ),
-        (
-            strategy.get("name") == "hogwild" or strategy.get("staleness", 0) != 0,
-            {"strategy": "ddp"},
-            f"strategy {strategy.get('name')!r} makes updates in the order in which gradients come",
-            'that is its design; strategy="ddp" gives one answer on any number of workers',
-        ),
-        (
-            strategy.get("name") == "pipedream",
-            {"strategy": "ddp"},
-            "strategy 'pipedream' makes an update of some micro-batches by a gradient of older weights",
-            'that is its design; versions="two" does so alike on any number of stages, and strategy="ddp" not at all',
         ),
         (
             strategy.get("compression", "none") != "none",

@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhosts.prove import compare
 from manyhosts.prove.trials import Trial, Trials
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.table import STRATEGIES
 
 _ADDRESS = "draw with torch.rand…, numpy.random or random instead: mh.Trainer seeds them before each sample and step"
 
@@ -33,8 +33,10 @@ class Experimented:
 
     def __init__(self, trials: Trials, theirs: Trial) -> None:
         self.setup = replace(theirs.setup, experiments=True, resumed=False, double=True)
-        traits = TRAITS.get(theirs.trace.settings.get("strategy", {}).get("name", ""))
-        if traits is not None and not traits.holds_full_model:  # they look at the script, and put its tensors back
+        name = theirs.trace.settings.get("strategy", {}).get("name", "")
+        if (
+            name in STRATEGIES.own and not STRATEGIES.load(name).traits.holds_full_model
+        ):  # they look at the script, and put its tensors back
             self.setup = self.setup.with_settings(strategy="ddp")
         trial = trials.run(self.setup)
         if not any(line.get("compute") for line in trial.trace.experiments.values()):

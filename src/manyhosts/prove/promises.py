@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from manyhosts.config.strategies import BY_NAME
 from manyhosts.errors import ManyhostsError
 from manyhosts.prove import compare
-from manyhosts.prove.causes import LOCAL, find
+from manyhosts.prove.causes import find
 from manyhosts.prove.compare import (
     EXACT,
     FLOAT32,
@@ -167,10 +166,6 @@ def ranks(trials: Trials) -> Verdict:
         trial = trials.run(Setup(workers=count))
         if trial.error is not None and not trial.trace.steps:
             return _does_not_run("ranks", trial)
-        strategy = trial.trace.settings.get("strategy", {}).get("name", "")
-        if strategy in LOCAL:
-            note = f"strategy {strategy!r} lets the workers differ between two exchanges"
-            return Verdict(promise="ranks", status="not judged", note=note)
         found = compare.between_ranks(trial.trace, ignore=_own_statistics(trial.trace))
         if found is not None:
             departure, one, other = found
@@ -409,13 +404,6 @@ def _does_not_run(promise: str, trial: Trial) -> Verdict:
 def _refused(promise: str, trial: Trial, error: ManyhostsError) -> Verdict:
     cause = Cause("does not run", error.what, error.fix, evidence=error.where)
     return Verdict(promise=promise, status="fails", where=f"with {trial.setup} it does not run", cause=cause)
-
-
-def given_up(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The promises that the strategy of a run does not keep, by its design."""
-    words = dict(settings.get("strategy", {}))
-    kind = BY_NAME.get(str(words.pop("name", "")))
-    return getattr(kind(**words), "gives_up", ()) if kind is not None and hasattr(kind, "gives_up") else ()
 
 
 def _plain(promise: str, why: str) -> Verdict:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manyhosts.config.strategies import gives_up
 from manyhosts.errors import ConfigError
-from manyhosts.prove.promises import PROMISES, Verdict, given_up
+from manyhosts.prove.promises import PROMISES, Verdict
 from manyhosts.prove.trials import Asked, Setup, Trials, make_stage
 from manyhosts.trials.forked import LocalTrialRunner
 
@@ -84,7 +85,8 @@ def prove(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | N
                 where=asked.script,
                 fix="name the script that trains, with the arguments that make it train",
             )
-        lost = given_up(first.trace.settings)
+        strategy = first.trace.strategy
+        lost = () if strategy is None else gives_up(strategy)
         verdicts = tuple(
             Verdict(promise=name, status="not judged", note=NOT_KEPT)
             if name in lost and name not in asked.promises

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhosts.config.strategies import BY_NAME, Strategy
+from manyhosts.planner.plan import strategy_of
+
 Line = Mapping[str, Any]
 
 
@@ -43,6 +46,12 @@ class Trace:
     def settings(self) -> Mapping[str, Any]:
         """What the script asked of mh.Trainer, overrides laid over it; nothing of a script without one."""
         return next((line.get("settings", {}) for line in self.begins.values()), {})
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """What it was asked for, where that is a strategy which may give up promises by its design."""
+        words = self.settings.get("strategy", {})
+        return strategy_of(words) if hasattr(BY_NAME.get(words.get("name", "")), "gives_up") else None
 
     @property
     def untried(self) -> str:

@@ -61,8 +61,8 @@ class Summary:
     """How often training continued after a failure."""
     steps_redone: int
     samples_lost: int = 0
-    """Samples that were computed for nothing, and are trained on again: of steps after a snapshot, and with servers
-    and `hogwild` of steps that broke off."""
+    """Samples that were computed for nothing, and are trained on again: of steps after a snapshot, and where
+    a step is many updates of those that broke off."""
     seconds_lost: float
     """What failures cost: the work done again and the time down."""
     train_loss: float | None

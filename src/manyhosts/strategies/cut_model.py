@@ -20,7 +20,7 @@ from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import OnMesh, Piece, Sample, Steppable
+from manyhosts.strategies.strategy import OnMesh, Piece, RemembersNothing, Sample, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
 
 
@@ -110,7 +110,7 @@ def sum_together(given: Sequence[Tensor], summed: Callable[[Tensor], Tensor]) ->
             each.copy_(part.view_as(each))
 
 
-class CutModel(OnMesh):
+class CutModel(OnMesh, RemembersNothing):
     """The model lies over the workers of `mesh` as `holding` says."""
 
     def __init__(self, mesh: Mesh, holding: Holding) -> None:
@@ -150,19 +150,9 @@ class CutModel(OnMesh):
         """Whether lacking is only the word that all have all that their updates take."""
         return self._full
 
-    def let_go(self) -> None:
-        """Nothing is sent by other threads."""
-
     def step_back(self) -> None:
         """Nothing is kept of a step but gradients, which the next one begins again."""
         self._full = False
-
-    def shared_state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def take_shared(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take up."""
 
     def meet(self, source: int, *, new: bool, gone: int) -> str:
         """Sum gradients over the copies that there are now. Nothing is lost with those that are gone."""

@@ -25,14 +25,14 @@ from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import UncutModel
 
 
 class DataParallel(UncutModel):
     """Sums the weighted gradients of all workers while the last backward pass runs."""
 
-    traits = TRAITS["ddp"]
+    traits = Traits()
 
     def __init__(self, config: DDP, world: World) -> None:
         super().__init__(world)

@@ -27,7 +27,7 @@ from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.strategies import DDP
 from manyhosts.strategies.local_stepping import LocalStepping
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Fragment:
 class OuterSteps(LocalStepping):
     """The strategy of `DiLoCo`."""
 
-    traits = TRAITS["diloco"]
+    traits = Traits(synchronous=False)
     config: DiLoCo
 
     def __init__(self, config: DiLoCo, world: World) -> None:

@@ -17,7 +17,7 @@ from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.strategies import local_rate
 from manyhosts.strategies.local_updates import LocalGradient, LocalState, local_tensors, weighted_mean
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import UncutModel
 
 
@@ -351,7 +351,7 @@ class LocalSteps(LocalStepping):
     ("post-local"): Lin et al. 2018, arXiv:1808.07217.
     """
 
-    traits = TRAITS["local-sgd"]
+    traits = Traits(synchronous=False)
     config: LocalSGD
 
     def exchange(self, model: nn.Module) -> None:

@@ -16,13 +16,13 @@ from manyhosts.strategies.fsdp.place import is_kept, is_of_layer
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.strategy import Sample
 from manyhosts.strategies.tensor.strategy import TensorParallel
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
 class FullyShardedLayers(FullySharded):
     """Parts of the parts of each layer that is cut, and of every other one."""
 
-    traits = TRAITS["fsdp+tensor"]
+    traits = Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False)
 
     def __init__(self, config: ShardedLayers, world: World) -> None:
         """A strategy for several workers.

@@ -182,6 +182,30 @@ class Elastic(Protocol):
         """
 
 
+class RemembersNothing:
+    """The answers of a strategy that keeps nothing between two steps besides the model, and has nothing under way."""
+
+    def let_go(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def step_back(self) -> None:
+        """A step under way has changed nothing that stays."""
+
+    def shared_state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def take_shared(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: it remembers nothing."""
+        return {}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to take up."""
+
+
 @runtime_checkable
 class InCopies(Protocol):
     """A strategy of which several workers make one copy of the model. Then the calls of `Elastic` are for a step that

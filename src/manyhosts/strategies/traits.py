@@ -1,7 +1,4 @@
-"""What the trainer must know of a strategy besides what it can do: one table, with a row for each.
-
-A strategy of a new kind adds its row here and its maker to `table.py`. No one asks for the class of one.
-"""
+"""What the trainer must know of a strategy besides what it can do. Each class says it; no one asks for the class."""
 
 from __future__ import annotations
 
@@ -29,22 +26,3 @@ class Traits:
     `FixedParts`."""
     takes_sparse_gradients: bool = False
     """Whether the workers exchange gradients of `torch.nn.Embedding(sparse=True)` as the rows that they are."""
-
-
-TRAITS = {
-    "single": Traits(survives_loss=False),
-    "ddp": Traits(),
-    "fsdp": Traits(communicates_in_forward=True, holds_full_model=False),
-    "pipeline": Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False),
-    "pipedream": Traits(
-        communicates_in_forward=True, computes_in_stages=True, holds_full_model=False, survives_loss=False
-    ),
-    "tensor": Traits(communicates_in_forward=True, holds_full_model=False),
-    "fsdp+tensor": Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False),
-    "virtual": Traits(computes_fixed_parts=True),
-    "local-sgd": Traits(synchronous=False),
-    "diloco": Traits(synchronous=False),
-    "parameter-server": Traits(takes_sparse_gradients=True),
-    "hogwild": Traits(),
-}
-"""By the name of the strategy, as settings have it; `virtual` is `ddp` with virtual workers."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from manyhosts.communication.holding import UNCUT
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
-from manyhosts.strategies.strategy import Compute, OnMesh, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, OnMesh, Piece, RemembersNothing, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, StepMetrics
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
 class UncutModel(OnMesh):
@@ -40,10 +40,10 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     return norm
 
 
-class SingleProcess(UncutModel):
+class SingleProcess(UncutModel, RemembersNothing):
     """The plain strategy that every other one is compared with."""
 
-    traits = TRAITS["single"]
+    traits = Traits(survives_loss=False)
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -30,14 +30,14 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import Agreed, LocalSums, outcome, resolve_names
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import UncutModel
 
 
 class VirtualWorkers(UncutModel):
     """`parts` virtual workers, shared out over the real ones."""
 
-    traits = TRAITS["virtual"]
+    traits = Traits(computes_fixed_parts=True)
 
     def __init__(self, parts: int, world: World, *, bucket_mb: float, auditor: Auditor | None = None) -> None:
         """Check that every worker has a part. `auditor`: what compares parts that others compute again.

@@ -30,7 +30,7 @@ def simulated(measured: Measured, asked: Group, servers: int | None) -> float:
     A server sends one reply after another, takes in one push after another, and makes one update at a time.
     """
     network, workers = asked.between, asked.workers
-    owners = owners_of(MODEL, servers, workers)
+    owners = list(owners_of(MODEL, servers, workers).values())
     kept = {rank: 250 * owners.count(rank) for rank in set(owners)}
     out, into, updates = (dict.fromkeys(kept, 0.0) for _ in range(3))
     passes = 0.3 * SIZE

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from manyhosts.config.asynchronous import ParameterServer
+from manyhosts.config.strategies import BY_NAME, gives_up
 from manyhosts.planner import fit
 from manyhosts.planner.fit import Training, Way, simplest, ways, workers_that_would_do
 from manyhosts.planner.memory import ModelBytes
@@ -105,3 +107,25 @@ def test_in_mixed_precision_a_parameter_takes_16_bytes_with_adamw() -> None:
     """As they are kept here: parameters, gradients and both averages in fp32; copies in bf16 are activations."""
     first, *_ = ways(replace(TRAINING, model=replace(MODEL, on_cpu=False, activations=0)), 2)
     assert first.memory.total == 16 * (MODEL.parameters // 4)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_auto_looks_at_none_that_gives_up_a_promise(workers: int) -> None:
+    model = replace(MODEL, blocks=(10 * MB,) * 8, divisible=80 * MB)
+    found = ways(replace(TRAINING, model=model, is_shared=workers > 1), workers)
+    assert found
+    assert not [each.name for each in found if gives_up(each.strategy)]
+    assert not {each.strategy.name for each in found} & {"parameter-server", "hogwild", "pipedream", "local-sgd"}
+
+
+def test_each_strategy_says_what_it_gives_up_and_why() -> None:
+    lost = {name: gives_up(kind()) for name, kind in BY_NAME.items() if gives_up(kind())}
+    assert lost == {
+        "local-sgd": ("workers", "ranks"),
+        "diloco": ("workers", "ranks"),
+        "parameter-server": ("workers", "micro", "resume"),
+        "hogwild": ("workers", "micro", "resume"),
+        "pipedream": ("micro",),
+    }
+    assert all(getattr(BY_NAME[name], "by_design") for name in lost)  # noqa: B009
+    assert not gives_up(ParameterServer(staleness=0))

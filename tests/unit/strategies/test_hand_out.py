@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import manyhosts as mh
 from manyhosts.config.settings import Settings
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.hand_out import NONE_LEFT, HandOut
+from manyhosts.strategies.asynchronous.requests import NONE_LEFT, HandOut
 from manyhosts.strategies.asynchronous.served import owners_of
 
 
@@ -45,15 +45,25 @@ def test_one_who_waits_is_let_go_when_a_server_fails() -> None:
         hand_out.take(0)
 
 
+def test_a_worker_that_only_serves_is_given_nothing_and_holds_no_other_up() -> None:
+    hand_out = HandOut(3, 2, 1, first=1)
+    assert hand_out.take(0) == NONE_LEFT
+    for number in range(3):
+        assert hand_out.take(1) == number
+        hand_out.pushed(1)
+    assert hand_out.take(1) == NONE_LEFT
+
+
 @given(
     sizes=st.dictionaries(st.text(min_size=1, max_size=3), st.integers(1, 99), min_size=1, max_size=12),
     workers=st.integers(1, 5),
 )
 def test_servers_keep_about_equally_much(sizes: dict[str, int], workers: int) -> None:
     owners = owners_of(sizes, None, workers)
-    loads = [sum(size for size, owner in zip(sizes.values(), owners, strict=True) if owner == rank) for rank in owners]
+    keepers = set(owners.values())
+    loads = [sum(size for name, size in sizes.items() if owners[name] == rank) for rank in keepers]
     assert max(loads) - min(loads) <= max(sizes.values())
-    assert len(set(owners)) == min(workers, len(sizes))
+    assert len(keepers) == min(workers, len(sizes))
 
 
 def test_more_servers_than_parameters_are_refused() -> None:
@@ -79,7 +89,15 @@ def test_what_does_not_go_with_it_is_refused(strategy: object, settings: dict[st
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("given", "words"), [({"staleness": -1}, "staleness is -1"), ({"servers": 0}, "servers is 0")])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"staleness": -1}, "staleness is -1"),
+        ({"servers": 0}, "servers is 0"),
+        ({"dedicated": True}, "no one says how many there are"),
+        ({"dedicated": True, "servers": 1, "staleness": 0}, "in step each worker has its share"),
+    ],
+)
 def test_numbers_below_their_least_are_refused(given: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         mh.ParameterServer(**given)  # type: ignore[arg-type]

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import manyhosts as mh
+from manyhosts.communication.gathering import joined, parted
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.pushed import Gradients, unpack
-from manyhosts.strategies.asynchronous.served import Served
+from manyhosts.strategies.asynchronous.served import Gradients, Served
 
 ROWS, WIDTH = 4000, 16
-MARKS = 2 * 8
-"""Bytes that say what follows of a parameter."""
+SHAPES = len(joined([torch.empty(0)] * 3)) + 1
+"""Bytes that say what travels of a parameter, and how."""
 
 
 def embedding(*, sparse: bool, rows: list[int] | None = None) -> nn.Embedding:
@@ -30,9 +30,9 @@ def embedding(*, sparse: bool, rows: list[int] | None = None) -> nn.Embedding:
 @pytest.mark.parametrize("sparse", [True, False])
 def test_of_an_embedding_the_touched_rows_travel_and_no_other(sparse: bool) -> None:
     layer = embedding(sparse=sparse, rows=[7, 7, 3999, 12])
-    gradients = Gradients(mh.ParameterServer())
+    gradients = Gradients(mh.ParameterServer(), {})
     payload = gradients.packed({"weight": layer.weight}, exact=False)
-    assert len(payload) == MARKS + 3 * (8 + 4 * WIDTH)
+    assert len(payload) == SHAPES + 3 * (8 + 4 * WIDTH)
     [found] = gradients.unpacked(payload, [layer.weight])
     assert found is not None
     assert found.is_sparse == sparse
@@ -52,7 +52,7 @@ def test_what_is_unpacked_is_what_was_packed(data: st.DataObject, kind: torch.dt
             kept = torch.rand((*shape[:1], *(1,) * len(shape[1:])), generator=draw) < share
             parameter.grad = torch.randn(shape, generator=draw).to(kind) * kept
         named[str(number)] = parameter
-    gradients = Gradients(mh.ParameterServer())
+    gradients = Gradients(mh.ParameterServer(), {})
     found = gradients.unpacked(gradients.packed(named, exact=False), list(named.values()))
     for one, parameter in zip(found, named.values(), strict=True):
         assert (one is None) == (parameter.grad is None)
@@ -63,7 +63,7 @@ def test_what_is_unpacked_is_what_was_packed(data: st.DataObject, kind: torch.dt
 @pytest.mark.parametrize("sparse", [True, False])
 def test_nothing_that_a_compression_drops_is_lost(compression: str, share: float, sparse: bool) -> None:
     """What has arrived of all pushes and what is kept add up to all gradients."""
-    gradients = Gradients(mh.ParameterServer(compression=compression))
+    gradients = Gradients(mh.ParameterServer(compression=compression), {})
     layer, named, wanted = embedding(sparse=sparse), {}, torch.zeros(ROWS, WIDTH)
     named["weight"], arrived = layer.weight, torch.zeros(ROWS, WIDTH)
     for rows in ([1, 2, 3, 5], [2, 3], [3, 900, 5]) if sparse else ([*range(0, ROWS, 1)], [2, 3]):
@@ -81,7 +81,7 @@ def test_nothing_that_a_compression_drops_is_lost(compression: str, share: float
 
 
 def test_small_tensors_and_what_travels_nowhere_are_exact() -> None:
-    gradients, layer = Gradients(mh.ParameterServer(compression="int8")), nn.Linear(100, 100)
+    gradients, layer = Gradients(mh.ParameterServer(compression="int8"), {}), nn.Linear(100, 100)
     layer(torch.randn(3, 100)).square().sum().backward()
     named = dict(layer.named_parameters())
     pushed = gradients.unpacked(gradients.packed(named, exact=False), list(layer.parameters()))
@@ -91,16 +91,16 @@ def test_small_tensors_and_what_travels_nowhere_are_exact() -> None:
     assert torch.equal(own[0], layer.weight.grad)  # type: ignore[arg-type]
 
 
-def test_a_step_that_breaks_off_takes_back_what_was_kept_in_it() -> None:
-    gradients, layer = Gradients(mh.ParameterServer(compression="bf16")), embedding(sparse=False, rows=[*range(ROWS)])
-    named = {"weight": layer.weight}
-    gradients.packed(named, exact=False)
-    before = gradients.kept["weight"].clone()
-    gradients.begin()
-    gradients.packed(named, exact=False)
-    assert not torch.equal(gradients.kept["weight"], before)
-    gradients.step_back()
-    assert torch.equal(gradients.kept["weight"], before)
+def test_what_a_step_keeps_back_is_apart_from_what_was_kept_before_it() -> None:
+    """So a step that breaks off, and is done again, takes none of it along."""
+    layer = embedding(sparse=False, rows=[*range(ROWS)])
+    before = {"weight": torch.full((ROWS, WIDTH), 0.001)}
+    gradients = Gradients(mh.ParameterServer(compression="bf16"), before)
+    first = gradients.packed({"weight": layer.weight}, exact=False)
+    assert not torch.equal(gradients.kept["weight"], before["weight"])
+    assert torch.equal(before["weight"], torch.full((ROWS, WIDTH), 0.001))
+    again = Gradients(mh.ParameterServer(compression="bf16"), before).packed({"weight": layer.weight}, exact=False)
+    assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "topk", "bf61"])
@@ -111,15 +111,13 @@ def test_a_compression_that_takes_all_workers_is_refused(name: str) -> None:
 
 def pulled(served: Served) -> tuple[int, Tensor]:
     version, payload = served.pull()
-    values = torch.empty_like(served.values[0])
-    unpack(payload, [values])
-    return version, values
+    return version, *parted(payload)
 
 
 @pytest.mark.parametrize(("looks_ahead", "momentum"), [(True, 0.5), (True, 0.0), (False, 0.5)])
 def test_a_pull_is_given_what_the_pushes_under_way_are_expected_to_make(looks_ahead: bool, momentum: float) -> None:
     """Where the optimizer keeps something of its updates; else one says nothing of the next."""
-    parameter, gradients = nn.Parameter(torch.zeros(3)), Gradients(mh.ParameterServer())
+    parameter, gradients = nn.Parameter(torch.zeros(3)), Gradients(mh.ParameterServer(), {})
     served = Served(
         [parameter], torch.optim.SGD([parameter], lr=1.0, momentum=momentum), gradients, looks_ahead=looks_ahead
     )

@@ -34,7 +34,7 @@ class ServersModel:
     def step(self, measured: Measured, group: Group) -> Step:
         """See `StrategyModel`."""
         rounds, servers = 1, self._servers(group)
-        if self.config.is_asynchronous:
+        if self.config.many_updates:
             size = min(measured.micro_batch or measured.global_batch, measured.global_batch)
             rounds = math.ceil(measured.global_batch / size / group.workers)
             measured = replace(measured, global_batch=rounds * size * group.workers, batch_norm_layers=0)
@@ -42,11 +42,11 @@ class ServersModel:
         update, exposed = slowdown(measured, group) * measured.update_s, 0.0
         if group.workers > 1:
             by_itself, busy = self._round(measured, group)
-            if self.config.is_asynchronous:
+            if self.config.many_updates:
                 busy += update * group.workers / servers - (lines.passes.total / rounds + update)
             exposed = rounds * max(by_itself, busy) + self._end_of_step(measured, group)
         found = assemble(measured, group, lines, exposed=exposed)
-        if not self.config.is_asynchronous:
+        if not self.config.many_updates:
             return replace(found, update=found.update / servers)
         late = lines.passes.spread / math.sqrt(rounds) * expected_largest(group.workers)  # of the last round alone
         return replace(found, straggler=late, update=found.update * rounds)
@@ -54,9 +54,8 @@ class ServersModel:
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`. At a meeting there are the values of before, what a server keeps, and what all keep."""
         model = model_bytes(measured, group.workers)
-        served = (model.parameters + model.optimizer) // self._servers(group)
         after = model.parameters + model.optimizer
-        kept = model.parameters + served + (after if group.workers > 1 else 0)
+        kept = model.parameters + after // self._servers(group) + (after if group.workers > 1 else 0)
         return uncut(model, workers=group.workers, strategy=max(0, kept - model.activations))
 
     def _servers(self, group: Group) -> int:
@@ -72,7 +71,7 @@ class ServersModel:
         pushed = float(measured.gradient_bytes)
         if self.config.compression != "none":
             pushed = way_of(measured, self.config.compression).reduced_bytes
-        if not self.config.is_asynchronous:  # one server after another takes in what all others send it
+        if not self.config.many_updates:  # one server after another takes in what all others send it
             return servers * network.latency_s + others * pushed / network.bytes_per_second, 0.0
         travels, elsewhere = measured.parameter_bytes + pushed, others / group.workers
         copying = _COPIES * travels * measured.copy_s_per_byte
@@ -88,8 +87,3 @@ class ServersModel:
         kept = 0 if isinstance(self.config, Hogwild) else measured.parameter_bytes + measured.optimizer_bytes
         copied = _COPIES * (measured.parameter_bytes + kept) * measured.copy_s_per_byte
         return group.all_gather(kept / group.workers) + copied + _TALLIES * group.all_reduce(TALLY_BYTES)
-
-
-def make(config: ParameterServer | Hogwild) -> ServersModel:
-    """What the table of strategies calls."""
-    return ServersModel(config)

@@ -44,8 +44,8 @@ STRATEGIES: Table[Callable[[Any], StrategyModel]] = Table(
         "virtual-workers": "manyhosts.planner.strategies.virtual:make",
         "local-sgd": "manyhosts.planner.strategies.local_sgd:make",
         "diloco": "manyhosts.planner.strategies.diloco:make",
-        "parameter-server": "manyhosts.planner.strategies.asynchronous:make",
-        "hogwild": "manyhosts.planner.strategies.asynchronous:make",
+        "parameter-server": "manyhosts.planner.strategies.asynchronous:ServersModel",
+        "hogwild": "manyhosts.planner.strategies.asynchronous:ServersModel",
     },
 )
 """By the name of the strategy's settings; `make(settings)` gives its model."""

@@ -18,26 +18,21 @@ import torch
 from torch import Tensor
 
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.world import World
-from manyhosts.config.asynchronous import Hogwild
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.by_micro_batch import ByMicroBatch
-from manyhosts.strategies.asynchronous.full_between_steps import put
-from manyhosts.strategies.asynchronous.requests import LEADER, Asks
-from manyhosts.strategies.asynchronous.served import Served, twin
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.asynchronous.meetings import ByMicroBatch, put
+from manyhosts.strategies.asynchronous.requests import LEADER, HandOut, Requests
+from manyhosts.strategies.asynchronous.served import Served
+from manyhosts.strategies.traits import Traits
 
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, and gone once all have it
+_ALIGNED = 64
+"""In shared memory each tensor begins at a multiple of so many bytes, which is fit for any dtype."""
 
 
 class SharedMemory(ByMicroBatch):
     """The strategy of `Hogwild`."""
 
-    traits = TRAITS["hogwild"]
-
-    def __init__(self, config: Hogwild, world: World) -> None:
-        super().__init__(config, world)
-        self._shared: list[Tensor] = []
+    traits = Traits()
 
     def regroup(self) -> None:
         """Have memory that the workers of now share.
@@ -45,6 +40,7 @@ class SharedMemory(ByMicroBatch):
         Raises:
             ConfigError: they are on several hosts.
         """
+        super().regroup()
         world = self.world
         if world.size > 1 and not world.is_on_one_host:
             raise ConfigError(
@@ -53,25 +49,22 @@ class SharedMemory(ByMicroBatch):
                 fix='choose strategy="parameter-server", or run on one host',
             )
         tensors = list(self.trained().values())
-        folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        rooms = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors]
         path = ""
         if world.is_leader:
-            file, path = tempfile.mkstemp(prefix="manyhosts-", dir=folder)
-            os.truncate(file, sum(map(_room, tensors)))
+            file, path = tempfile.mkstemp(prefix="manyhosts-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
             os.close(file)
         path = gather_words(world, path)[LEADER]
         try:
-            size = sum(map(_room, tensors))
-            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            memory = torch.from_file(path, shared=True, size=sum(rooms), dtype=torch.uint8)  # makes the file so long
             world.barrier()  # all have it
         finally:
             if world.is_leader:
                 Path(path).unlink()
-        self._shared, begin = [], 0
-        for tensor in tensors:
-            part = memory[begin : begin + tensor.nbytes]
-            self._shared.append(part.view(tensor.dtype).view(tensor.shape))
-            begin += _room(tensor)
+        self._shared = [
+            room[: each.nbytes].view(each.dtype).view(each.shape)
+            for each, room in zip(tensors, memory.split(rooms), strict=True)
+        ]
 
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
         """Know this worker's optimizer.
@@ -80,13 +73,9 @@ class SharedMemory(ByMicroBatch):
             ConfigError: it keeps something, of which there would be one for each worker.
         """
         super().hold(optimizer)
-        parameters = list(self.trained().values())
-        tried = [torch.zeros_like(each) for each in parameters]
-        for each in tried:
-            each.grad = torch.zeros_like(each)
-        copy = twin(optimizer, dict(zip(parameters, tried, strict=True)))
-        copy.step()
-        if any(isinstance(value, Tensor) for state in copy.state.values() for value in state.values()):
+        trial = Served(list(self.trained().values()), optimizer, None, looks_ahead=False)
+        trial.update([torch.zeros_like(each) for each in trial.values])
+        if any(isinstance(value, Tensor) for state in trial.optimizer.state.values() for value in state.values()):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps something of earlier steps, and with strategy 'hogwild' each worker "
                 "would keep another",
@@ -94,30 +83,23 @@ class SharedMemory(ByMicroBatch):
                 fix='use torch.optim.SGD without momentum, or strategy="parameter-server"',
             )
 
-    def begin(self) -> tuple[Served, int | None, Sequence[int]]:
+    def begin(self, pieces: int) -> tuple[Requests, Sequence[Tensor]]:
         """Compute in memory that all share; none is asked for parameters."""
         if self.world.is_leader:
-            put(self._shared, list(self.trained().values()))
+            put(self._shared, self.trained().values())
         self.world.barrier()
-        self.enter(self._shared)
-        return Served([], self.optimizer, None, looks_ahead=False), None, [0] * self.world.size
+        return Requests(None, HandOut(pieces, self.world.size, None), self.side, ()), self._shared
 
-    def pull(self, asks: Asks) -> None:
+    def pull(self, requests: Requests) -> None:
         """The values of now are there."""
 
-    def push(self, asks: Asks) -> None:
+    def push(self, requests: Requests) -> None:
         """Change them."""
         self.optimizer.step()
 
-    def end(self, served: Served, ahead: Sequence[int]) -> dict[str, Tensor]:
+    def end(self, requests: Requests) -> dict[str, Tensor]:
         """See `ByMicroBatch.end`. What is logged is who computed how many micro-batches."""
         self.world.barrier()  # no worker changes them any more
-        self._after = [each.clone() for each in self._shared], [{} for _ in self._shared]
-        self.leave()
+        self.after = {name: (each.clone(), {}) for name, each in zip(self.trained(), self._shared, strict=True)}
         found = self.world.stack(torch.tensor([len(self.computed)], dtype=torch.float64))
         return {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes for `tensor` in shared memory, so that the next one begins at an address fit for its dtype."""
-    return -(-tensor.nbytes // 64) * 64

@@ -11,9 +11,10 @@ have overwritten it until the last pass that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,48 +23,43 @@ from torch.optim import Optimizer
 
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
-from manyhosts.config.pipedream import PipeDream
+from manyhosts.config.asynchronous import PipeDream
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.pipeline.owners import places_of, put_parameter
 from manyhosts.strategies.pipeline.stage import Stage
 from manyhosts.strategies.pipeline.strategy import Pipelined
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
+@dataclass(slots=True)
 class Versions:
     """Those of this worker's stage, in one step."""
 
-    def __init__(self, config: PipeDream, model: nn.Module, update: Callable[[], None]) -> None:
-        """`update`: changes the parameters of `model` by one step, by the gradients that they have."""
-        self.config, self.update = config, update
-        named = [(name, each) for name, each in model.named_parameters() if each.requires_grad and not each.is_meta]
-        self.trained = [each for _, each in named]
-        self.places = [places_of(model, name) for name, _ in named]
-        self.micro_batches = 0
-        """Of this step."""
-        self.newest = 0
-        """The number of the newest version: how many updates there were in this step."""
-        self.most = 1
-        """How many versions were kept at a time, the newest among them."""
-        self.stalest = 0
-        """The most updates that came between the forward pass of a micro-batch and the update that it is a part of."""
-        self._under_way: dict[int, int] = {}
-        """Micro-batch → the version of its forward pass."""
-        self._kept: dict[int, list[nn.Parameter]] = {}
-        """Version → what passes compute with in place of the parameters."""
-
-    def begin(self, micro_batches: int) -> None:
-        """A step begins. All that was under way has come through."""
-        self.micro_batches, self.newest, self.most, self.stalest = micro_batches, 0, 1, 0
-        self._under_way, self._kept = {}, {}
+    config: PipeDream
+    update: Callable[[], None]
+    """Changes the parameters of the stage by one step, by the gradients that they have."""
+    places: Mapping[nn.Parameter, Sequence[tuple[nn.Module, str]]]
+    """Where each parameter is that is trained."""
+    micro_batches: int
+    """Of this step."""
+    newest: int = 0
+    """The number of the newest version: how many updates there were in this step."""
+    most: int = 1
+    """How many versions were kept at a time, the newest among them."""
+    stalest: int = 0
+    """The most updates that came between the forward pass of a micro-batch and the update that it is a part of."""
+    under_way: dict[int, int] = field(default_factory=dict)
+    """Micro-batch → the version of its forward pass."""
+    kept: dict[int, list[nn.Parameter]] = field(default_factory=dict)
+    """Version → what passes compute with in place of the parameters."""
 
     @contextmanager
     def forward(self, number: int) -> Iterator[None]:
         """Within, the model has the weights with which micro-batch `number` is computed."""
         group = number // self.config.accumulate
         version = max(group - 1, 0) if self.config.versions == "two" else self.newest
-        self._under_way[number] = version
+        self.under_way[number] = version
         if self.config.versions == "one":
             yield
             return
@@ -71,19 +67,19 @@ class Versions:
         try:
             yield
         finally:
-            self._put(self.trained)
+            self._put(self.places)
 
     def before_backward(self, number: int) -> None:
         """Begin to add up gradients, where `number` is the first of an update."""
         if number % self.config.accumulate == 0:
-            for parameter in self.trained:
+            for parameter in self.places:
                 parameter.grad = None
 
     def after_backward(self, number: int) -> None:
         """Add what micro-batch `number` has found to the gradients, and update where it is the last one."""
-        version, group = self._under_way.pop(number), number // self.config.accumulate
+        version, group = self.under_way.pop(number), number // self.config.accumulate
         self.stalest = max(self.stalest, group - version)
-        for parameter, own in zip(self.trained, self._kept.get(version, ()), strict=False):
+        for parameter, own in zip(self.places, self.kept.get(version, ()), strict=False):
             if own.grad is not None:
                 parameter.grad = own.grad if parameter.grad is None else parameter.grad.add_(own.grad)
                 own.grad = None
@@ -92,35 +88,32 @@ class Versions:
 
     def _update(self) -> None:
         before = self.newest
-        needed = set(self._under_way.values())
+        needed = set(self.under_way.values())
         if self.config.versions == "two" and (before + 1) * self.config.accumulate < self.micro_batches:
             needed.add(before)  # the next micro-batches compute with it
-        self._kept = {version: each for version, each in self._kept.items() if version in needed}
+        self.kept = {version: each for version, each in self.kept.items() if version in needed}
         if self.config.versions != "one" and before in needed:
             self._as_parameters(before)
-            for parameter in self.trained:
+            for parameter in self.places:
                 parameter.data = parameter.data.clone()
-        with self._unseen() if self.config.versions == "one" else nullcontext():
+        unseen = self.places if self.config.versions == "one" else ()
+        with _unsafe_preserve_version_counter(tuple(unseen)):  # autograd lets passes under way continue with new values
             self.update()
         self.newest += 1
-        self.most = max(self.most, len(self._kept) + 1)
+        self.most = max(self.most, len(self.kept) + 1)
 
     def _as_parameters(self, version: int) -> list[nn.Parameter]:
         """What the passes of a version compute with. It has the memory of the parameters, as long as it is the newest.
 
         Autograd notes the parameter itself that a pass has used, and so would find its newest values.
         """
-        if version not in self._kept:
+        if version not in self.kept:
             assert version == self.newest, f"version {version} was let go of, and {self.newest} is the newest"
-            self._kept[version] = [nn.Parameter(each.data) for each in self.trained]
-        return self._kept[version]
+            self.kept[version] = [nn.Parameter(each.data) for each in self.places]
+        return self.kept[version]
 
-    def _unseen(self) -> _unsafe_preserve_version_counter:
-        """Within, parameters change, and autograd lets the passes under way go on with their new values."""
-        return _unsafe_preserve_version_counter(tuple(self.trained))
-
-    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
-        for places, parameter in zip(self.places, parameters, strict=True):
+    def _put(self, parameters: Iterable[nn.Parameter]) -> None:
+        for places, parameter in zip(self.places.values(), parameters, strict=True):
             for module, key in places:
                 put_parameter(module, key, parameter)
 
@@ -149,9 +142,13 @@ class VersionedStage(Stage):
 class PipeDreamed(Pipelined):
     """The strategy of `PipeDream`."""
 
-    traits = TRAITS["pipedream"]
+    traits = Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False, survives_loss=False)
     config: PipeDream
     stage_kind = VersionedStage
+    stage: VersionedStage
+    """That of this worker. After `place`."""
+    optimizer: Optimizer
+    """This worker's. After `hold`."""
 
     def __init__(self, config: PipeDream, world: World) -> None:
         """A strategy for any number of workers; one is a stage that has the entire model.
@@ -162,7 +159,6 @@ class PipeDreamed(Pipelined):
         with _in_own_words():
             super().__init__(config, world)
         config.check_stages(self.stages)
-        self.optimizer: Optimizer | None = None
         self.before_update: Callable[[], None] = lambda: None
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -177,26 +173,20 @@ class PipeDreamed(Pipelined):
                 raise _several("the loss has parameters or buffers, which every worker keeps", "give it none")
         with _in_own_words():
             placed = super().place(model)
-        shared = gather_plain(self.world, [each.name for each in self.versioned.tied])
+        self.stage = cast(VersionedStage, self.own[0])
+        shared = gather_plain(self.world, [each.name for each in self.stage.tied])
         if names := sorted({name for found in shared for name in found}):
             raise _several(
                 f"the weight {names[0]!r} is used by several stages",
                 "name cuts that leave the blocks that use it in one stage: mh.PipeDream(cuts=[…])",
             )
-        self.versioned.versions = Versions(self.config, placed, self._update)
+        self.places = {each: places_of(placed, name) for name, each in placed.named_parameters() if not each.is_meta}
         kept = [self.config.most_versions(number, self.stages) for number in range(self.stages)]
         self.world.notes.append(
             f"each stage updates its weights after every {self.config.accumulate} micro-batches of a batch, and keeps "
             f"at most {', '.join(map(str, kept))} versions of them at a time (versions={self.config.versions!r})"
         )
         return placed
-
-    @property
-    def versioned(self) -> VersionedStage:
-        """The stage of this worker. After `place`."""
-        [stage] = self.own
-        assert isinstance(stage, VersionedStage), f"a pipeline has made a {type(stage)}"
-        return stage
 
     def hold(self, optimizer: Optimizer) -> None:
         """Know this worker's optimizer."""
@@ -206,8 +196,8 @@ class PipeDreamed(Pipelined):
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
     ) -> StepOutcome:
         """Send the micro-batches through, and update as their gradients come."""
-        versions, shares = self.versioned.versions, iter(self._shares(pieces))
-        versions.begin(len(pieces))
+        trained, shares = {each: at for each, at in self.places.items() if each.requires_grad}, self._shares(pieces)
+        self.stage.versions = versions = Versions(self.config, self._update, trained, len(pieces))
         outcome = super().forward_backward(
             model, pieces, compute, lambda loss: scale(loss) * next(shares), control_flags
         )
@@ -216,16 +206,15 @@ class PipeDreamed(Pipelined):
         outcome.values = {**outcome.values, "versions_max": most, "staleness_max": stalest}
         return outcome
 
-    def _shares(self, pieces: Sequence[Piece]) -> list[float]:
+    def _shares(self, pieces: Sequence[Piece]) -> Iterator[float]:
         """What the weighted loss of each micro-batch is multiplied by, so that an update has the mean over its own."""
         size = self.config.accumulate
         weights = self.mesh.data.all_reduce(torch.tensor([each.weight for each in pieces], dtype=torch.float64))
         sums = [weights[begin : begin + size].sum().item() for begin in range(0, len(pieces), size)]
-        return [1 / sums[number // size] if sums[number // size] else 0.0 for number in range(len(pieces))]
+        return (1 / sums[number // size] if sums[number // size] else 0.0 for number in range(len(pieces)))
 
     def _update(self) -> None:
         """One update of this stage, by the gradients of it and its copies."""
-        assert self.optimizer is not None, "hold() comes before forward_backward()"
         super().sum_copies()
         self.before_update()
         super().update(nn.Module(), self.optimizer)

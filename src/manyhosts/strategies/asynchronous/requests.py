@@ -1,5 +1,7 @@
 """What workers ask of each other within a step, and the threads that answer.
 
+They ask for micro-batches, for parameters, and for an update by a gradient. A free worker takes the next micro-batch.
+
 A step begins with a thread for each other worker wherever something is served, and ends when all of these have said
 that they ask no more. So between two steps no thread waits for anybody, however long an evaluation takes.
 """
@@ -7,66 +9,123 @@ that they ask no more. So between two steps no thread waits for anybody, however
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from enum import IntEnum
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from manyhosts.communication.side_group import SideGroup
-from manyhosts.strategies.asynchronous.hand_out import HandOut
 from manyhosts.strategies.asynchronous.served import Served
 
 LEADER = 0
 """Who hands out."""
+NONE_LEFT = -1
+TAKE, PULL, PUSH, END = range(4)
+"""What is asked for: the next micro-batch, which with a number above 0 says that what the worker took before is with
+all servers; parameters; an update by gradients; and nothing any more."""
 _REQUEST, _REPLY = 1, 2
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _JOIN_S = 5.0
 """How long a thread whose connection is cut has to notice."""
 
 
-class Kind(IntEnum):
-    """What is asked for."""
+class HandOut:
+    """The micro-batches of one step, each to one worker, by their numbers. Its calls may come from any thread.
 
-    TAKE = 0
-    """The next micro-batch."""
-    PULL = 1
-    PUSH = 2
-    PUSHED = 3
-    """Nothing: the worker's gradient is with all servers."""
-    END = 4
+    A worker's clock is the number of micro-batches whose gradients it has pushed in this step. Under a bound n it
+    begins another only where its clock is at most n above the lowest of those that still compute: then it sees all that
+    any worker has pushed up to n + 1 clocks before (Ho et al. 2013, "More Effective Distributed ML via a Stale
+    Synchronous Parallel Parameter Server").
+    """
+
+    def __init__(self, pieces: int, workers: int, bound: int | None, *, first: int = 0) -> None:
+        """`first`: the first worker that computes."""
+        self.pieces, self.bound = pieces, bound
+        self.clocks = [0] * workers
+        self.taken = 0
+        self.most_ahead = [0] * workers
+        """Of each worker the most that it was ahead when it began one."""
+        self._computing = set(range(first, workers))
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def take(self, worker: int) -> int:
+        """The next for `worker`, which has pushed what it took before; `NONE_LEFT` where there is none for it.
+
+        Waits until the bound allows it.
+
+        Raises:
+            RuntimeError: a server has `fail`ed meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.may_begin(worker) or self.taken == self.pieces or self._error)
+            if self._error is not None:
+                raise RuntimeError(f"a server has failed: {self._error}") from self._error
+            if self.taken == self.pieces or worker not in self._computing:
+                self._computing.discard(worker)
+                self._changed.notify_all()
+                return NONE_LEFT
+            self.most_ahead[worker] = max(self.most_ahead[worker], self._ahead(worker))
+            self.taken += 1
+            return self.taken - 1
+
+    def pushed(self, worker: int) -> None:
+        """The gradient of what `worker` took is with all servers."""
+        with self._changed:
+            self.clocks[worker] += 1
+            self._changed.notify_all()
+
+    def may_begin(self, worker: int) -> bool:
+        """Whether the bound lets `worker` begin one now."""
+        return self.bound is None or self._ahead(worker) <= self.bound
+
+    def fail(self, error: BaseException) -> None:
+        """Let no one wait any more."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _ahead(self, worker: int) -> int:
+        return self.clocks[worker] - min(self.clocks[each] for each in self._computing | {worker})
 
 
-class RequestHandler:
-    """What this worker answers in one step."""
+class Requests:
+    """What this worker asks of others in one step, and what it answers them."""
 
-    def __init__(self, served: Served, hand_out: HandOut | None, side: SideGroup | None) -> None:
-        """`hand_out`: on the leader."""
+    def __init__(
+        self, served: Served | None, hand_out: HandOut, side: SideGroup | None, servers: Collection[int]
+    ) -> None:
+        """`side`: None where there is one worker; `servers`: those that keep parameters."""
         self.served, self.hand_out, self.side = served, hand_out, side
+        self.rank = 0 if side is None else side.rank
+        self.asked = sorted({LEADER, *servers})
+        """The workers that are asked something."""
         self.error: BaseException | None = None
         self.threads: list[threading.Thread] = []
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether others ask anything here."""
-        return bool(self.served.values) or self.hand_out is not None
-
     def open(self) -> None:
-        """Answer all other workers from now on."""
-        if self.side is None or not self.is_asked:
-            return
-        for worker in range(self.side.size):
-            if worker != self.side.rank:
-                thread = threading.Thread(target=self._answer_all, args=(self.side, worker), daemon=True)
-                self.threads.append(thread)
-                thread.start()
+        """Answer all other workers from now on, where they ask anything here."""
+        if self.side is not None and self.rank in self.asked:
+            for worker in set(range(self.side.size)) - {self.rank}:
+                self.threads.append(threading.Thread(target=self._answer_all, args=(self.side, worker), daemon=True))
+                self.threads[-1].start()
+
+    def ask(self, worker: int, kind: int, number: int = 0, payload: Tensor = _NOTHING) -> tuple[int, Tensor]:
+        """The number and the bytes that `worker` answers with."""
+        if self.side is None or worker == self.rank:
+            return self._answer(worker, kind, number, payload)
+        send(self.side, worker, _REQUEST, kind, number, payload)
+        return receive(self.side, worker, _REPLY)[1:]
 
     def close(self) -> None:
-        """Return when no one asks any more.
+        """Ask no more, and return when no other worker does.
 
         Raises:
             BaseException: what an answer ended with.
         """
+        for worker in self.asked:
+            if self.side is not None and worker != self.rank:
+                send(self.side, worker, _REQUEST, END)
         for thread in self.threads:
             thread.join()
         if self.error is not None:
@@ -74,81 +133,39 @@ class RequestHandler:
 
     def abandon(self) -> None:
         """The connections are cut: wait for the threads, but not for one that sees nothing of it."""
-        if self.hand_out is not None:
-            self.hand_out.fail(RuntimeError("gloo: connection closed, the workers have changed"))
+        self.hand_out.fail(RuntimeError("gloo: connection closed, the workers have changed"))
         for thread in self.threads:
             thread.join(_JOIN_S)
 
-    def answer(self, worker: int, kind: Kind, number: int, payload: Tensor) -> Tensor:
-        """What `worker` gets."""
+    def _answer(self, worker: int, kind: int, number: int, payload: Tensor) -> tuple[int, Tensor]:
         if self.error is not None:
             raise self.error
-        if kind == Kind.PULL:
-            version, values = self.served.pull()
-            return torch.cat([torch.tensor([version]).view(torch.uint8), values])
-        if kind == Kind.PUSH:
-            return torch.tensor([self.served.push(number, payload)])
-        assert self.hand_out is not None, f"{kind.name} is for the leader, and {worker} has sent it elsewhere"
-        if kind == Kind.TAKE:
-            return torch.tensor([self.hand_out.take(worker)])
-        self.hand_out.pushed(worker)
-        return torch.tensor([0])
+        if kind == TAKE:
+            if number:
+                self.hand_out.pushed(worker)
+            return self.hand_out.take(worker), _NOTHING
+        assert self.served is not None, f"nothing is kept here, and {worker} has asked for it"
+        return self.served.pull() if kind == PULL else (self.served.push(number, payload), _NOTHING)
 
     def _answer_all(self, side: SideGroup, worker: int) -> None:
         """Answer one worker, until it asks no more."""
         try:
-            while True:
-                kind, number, size = side.receive(torch.empty(3, dtype=torch.int64), worker, _REQUEST).tolist()
-                if kind == Kind.END:
-                    return
-                payload = torch.empty(size, dtype=torch.uint8)
-                if size:
-                    side.receive(payload, worker, _REQUEST)
-                side.send(self.answer(worker, Kind(kind), number, payload), worker, _REPLY)
+            while (request := receive(side, worker, _REQUEST))[0] != END:
+                send(side, worker, _REPLY, 0, *self._answer(worker, *request))
         except BaseException as error:  # which belongs to the thread that trains
             self.error = self.error or error
-            if self.hand_out is not None:
-                self.hand_out.fail(error)
+            self.hand_out.fail(error)
 
 
-class Asks:
-    """This worker's requests to all that serve."""
+def send(side: SideGroup, worker: int, tag: int, kind: int = 0, number: int = 0, payload: Tensor = _NOTHING) -> None:
+    """Send two numbers and bytes to `worker`, which must `receive` them."""
+    side.send(torch.tensor([kind, number, payload.numel()]), worker, tag)
+    if payload.numel():
+        side.send(payload, worker, tag)
 
-    def __init__(self, desk: RequestHandler, rank: int, sizes: Sequence[int]) -> None:
-        """`sizes`: the bytes of the parameters that each worker keeps, by rank; 0 where it keeps none."""
-        self.desk, self.rank, self.sizes = desk, rank, sizes
 
-    def take(self) -> int:
-        """The number of the next micro-batch; below 0 where there is none left."""
-        return int(self._ask(LEADER, Kind.TAKE))
-
-    def pull(self, server: int) -> tuple[int, Tensor]:
-        """The version that worker `server` has now, and its values, packed."""
-        reply = self._ask(server, Kind.PULL, reply=torch.empty(8 + self.sizes[server], dtype=torch.uint8))
-        return int(reply[:8].clone().view(torch.int64)), reply[8:]
-
-    def push(self, server: int, version: int, payload: Tensor) -> int:
-        """Have an update made by gradients; returns how many others were made since `version`."""
-        return int(self._ask(server, Kind.PUSH, version, payload))
-
-    def pushed(self) -> None:
-        """All servers have the gradient of what was taken last."""
-        self._ask(LEADER, Kind.PUSHED)
-
-    def end(self) -> None:
-        """Ask no more."""
-        for other in range(len(self.sizes)):
-            if other != self.rank and self.desk.side is not None and (other == LEADER or self.sizes[other]):
-                self.desk.side.send(torch.tensor([Kind.END, 0, 0]), other, _REQUEST)
-
-    def _ask(
-        self, other: int, kind: Kind, number: int = 0, payload: Tensor = _NOTHING, reply: Tensor | None = None
-    ) -> Tensor:
-        if other == self.rank:
-            return self.desk.answer(other, kind, number, payload)
-        side = self.desk.side
-        assert side is not None, "there are others only where there is a group"
-        side.send(torch.tensor([kind, number, payload.numel()]), other, _REQUEST)
-        if payload.numel():
-            side.send(payload, other, _REQUEST)
-        return side.receive(torch.empty(1, dtype=torch.int64) if reply is None else reply, other, _REPLY)
+def receive(side: SideGroup, worker: int, tag: int) -> tuple[int, int, Tensor]:
+    """What `worker` sends."""
+    kind, number, size = side.receive(torch.empty(3, dtype=torch.int64), worker, tag).tolist()
+    payload = torch.empty(size, dtype=torch.uint8)
+    return kind, number, side.receive(payload, worker, tag) if size else payload

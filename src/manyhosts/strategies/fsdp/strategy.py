@@ -33,14 +33,14 @@ from manyhosts.strategies.materialise import Places, materialise, places_of
 from manyhosts.strategies.optimizer_step import asks_within_update
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.units import find_units, has_parts, is_uncut
 
 
 class FullySharded(CutModel):
     """Parameters, gradients and optimizer state in parts; each unit in full while it is computed."""
 
-    traits = TRAITS["fsdp"]
+    traits = Traits(communicates_in_forward=True, holds_full_model=False)
 
     def __init__(self, config: FSDP, world: World) -> None:
         """A strategy for several workers.

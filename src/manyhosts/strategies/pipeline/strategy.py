@@ -35,13 +35,13 @@ from manyhosts.strategies.pipeline.owners import Stages, check_tied, leave, stag
 from manyhosts.strategies.pipeline.stage import Stage, evaluate
 from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 
 class Pipelined(ComputedTogether):
     """Parameters, gradients and optimizer state of some blocks on each worker, and of no other."""
 
-    traits = TRAITS["pipeline"]
+    traits = Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False)
     stage_kind: type[Stage] = Stage
 
     def __init__(self, config: Pipeline, world: World) -> None:

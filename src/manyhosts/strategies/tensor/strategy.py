@@ -30,7 +30,7 @@ from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut, inner, sum_gradient
 from manyhosts.strategies.tensor.look import copied, few, look, tried, uncut_passes
 from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
-from manyhosts.strategies.traits import TRAITS
+from manyhosts.strategies.traits import Traits
 
 _HEADS = (
     "num_heads",
@@ -49,7 +49,7 @@ _FEATURES = ("embed_dim", "d_model", "hidden_size", "all_head_size", "n_embd", "
 class TensorParallel(ComputedTogether):
     """Parameters, gradients and optimizer state of a part of each layer that is cut, and all of every other."""
 
-    traits = TRAITS["tensor"]
+    traits = Traits(communicates_in_forward=True, holds_full_model=False)
 
     def __init__(self, config: Tensor, world: World, mesh: Mesh | None = None) -> None:
         """A strategy for several workers. `mesh`: theirs, where more is to be cut than layers.

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from manyhosts import device
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Auto, Single, is_asynchronous
+from manyhosts.config.strategies import DDP, Auto, Single, many_updates
 from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data
@@ -56,7 +56,7 @@ def make_strategy(settings: Settings, world: World, auditor: Auditor | None = No
     asked = settings.strategy
     if settings.virtual_workers is not None and (not world.is_shared or isinstance(asked, DDP)):
         return virtual_workers(settings.virtual_workers, asked, world, auditor)
-    if not world.is_shared and not is_asynchronous(asked):
+    if not world.is_shared and not many_updates(asked):
         return SingleProcess(world)
     if isinstance(asked, Single):
         raise ConfigError(
@@ -67,7 +67,7 @@ def make_strategy(settings: Settings, world: World, auditor: Auditor | None = No
     make = STRATEGIES.load(asked.name)
     _check_goes_with(settings, make.traits)
     alone = world.size == 1 and world.part is None
-    if alone and not make.traits.holds_full_model and not is_asynchronous(asked):
+    if alone and not make.traits.holds_full_model and not many_updates(asked):
         return SingleProcess(world)  # others come with a new start of all
     return make(asked, world)
 

@@ -26,6 +26,7 @@ from manyhosts.data.steps import mapped
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
+from manyhosts.strategies.table import STRATEGIES
 
 R = TypeVar("R", Best, EarlyStopping)
 Forward = Callable[[nn.Module, Any], Any]
@@ -231,11 +232,12 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
     for name, module in model.named_modules():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and module.weight.requires_grad and not takes_sparse:
+            takers = [each for each in STRATEGIES.own if STRATEGIES.load(each).traits.takes_sparse_gradients]
             raise ConfigError(
                 f"the embedding {name!r} gives sparse gradients, and workers sum dense ones",
                 where="mh.Trainer(model=…)",
                 fix="leave sparse=True out, and take Adam or SGD in place of SparseAdam; or choose "
-                'strategy="parameter-server"',
+                f"strategy={' or '.join(map(repr, takers))}",
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigError(

@@ -81,6 +81,15 @@ Path("after").touch()
     assert found.between is None
 
 
+def test_workers_whose_loaders_share_the_cores_take_some_complete_steps(
+    tmp_path: Path, stage: LocalTrialRunner
+) -> None:
+    found = measured('fit(data={"loader_workers": 1})', tmp_path, stage, workers=(1, 2), workers_per_node=(1, 2))
+    [together] = found.measured.tried
+    assert found.measured.loader_processes == 1
+    assert 0 < together.full_step_s < 10
+
+
 def test_what_limits_a_batch_is_known(tmp_path: Path, stage: LocalTrialRunner) -> None:
     found = measured("fit(micro_batch_size=5, virtual_workers=4, batch_size=16)", tmp_path, stage).measured
     assert (found.global_batch, found.micro_batch, found.virtual_workers, found.threads) == (16, 5, 4, 1)

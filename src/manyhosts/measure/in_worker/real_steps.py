@@ -43,6 +43,7 @@ def measure(
     own = strategy.config.compression
     names = list(dict.fromkeys([own if isinstance(own, str) and own != "auto" else "none", *WAYS]))
     step, until = step_of(passes, settings, samples), time.perf_counter() + seconds
+    strategy.steps = max(strategy.steps, strategy.config.compression_warmup)  # steps before that send all as it is
     for group in parts.optimizer.param_groups:
         group["lr"] = group["lr"] * 0.0
     found = {}

@@ -316,6 +316,8 @@ def _run_all(asked: Asked, folder: Path, program: Sequence[str], progress: Progr
             outcome.write(place)
             progress.ends(point, outcome, before=False)
             yield
+            if not outcome.done:
+                signals.check()  # also after the last run
 
 
 _BETWEEN_RUNS_S = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from manyhosts.cli.study import study
 from manyhosts.errors import ConfigError
 from manyhosts.study.points import Asked
 from manyhosts.study.study import NAME, known, see_that_of, see_that_same, write
+from manyhosts.study.study import study as studying
+from manyhosts.trials.runs import Interrupted, Outcome, Place
 
 
 def commands(tmp_path: Path, *words: str) -> list[str]:
@@ -179,3 +182,28 @@ def test_help_lists_what_there_is() -> None:
     )
     assert done.returncode == 0
     assert "--vary" in done.stdout
+
+
+def test_study_that_is_interrupted_in_its_last_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped:
+        """A run that Ctrl-C ends."""
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def wait(self, *_: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        def outcome(self, place: Place, launched: float | None, *, interrupted: bool) -> Outcome:
+            return Outcome(status="interrupted" if interrupted else "completed", launched=launched)
+
+    class Silent:
+        def begins(self, *_: object) -> None: ...
+
+        def ends(self, *_: object, before: bool) -> None: ...
+
+        goes_on = begins
+
+    monkeypatch.setattr("manyhosts.study.study.Trial", Stopped)
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(Interrupted):
+        studying(Asked(script=str(tmp_path / "train.py"), workers=(1,)), tmp_path / "study", [], Silent())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import manyhosts as mh
 from manyhosts.communication.gathering import joined, parted
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, TrainingError
 from manyhosts.strategies.asynchronous.served import Gradients, Served
 
 ROWS, WIDTH = 4000, 16
@@ -144,3 +144,24 @@ def settings_of(strategy: Any) -> dict[str, Any]:
 
 def test_what_is_pushed_has_the_settings_of_other_strategies() -> None:
     assert settings_of(mh.ParameterServer()) == settings_of(mh.DDP())
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number for all parameters together."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Counts])
+def test_a_server_steps_the_groups_that_it_keeps_some_of_and_refuses_what_is_kept_in_them(kind: Any) -> None:
+    one, other = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = kind([{"params": [one], "lr": 1.0}, {"params": [other], "lr": 0.1}], lr=1.0)
+    served = Served([other], optimizer, None, looks_ahead=False)
+    if kind is Counts:
+        with pytest.raises(TrainingError, match="Counts keeps 'lr' for all parameters together"):
+            served.update([torch.ones(3)])
+        return
+    served.update([torch.ones(3)])
+    torch.testing.assert_close(served.values[0], torch.full((3,), -0.1))

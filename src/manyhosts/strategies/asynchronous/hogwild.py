@@ -48,8 +48,8 @@ class SharedMemory(ByMicroBatch):
                 where="strategy",
                 fix='choose strategy="parameter-server", or run on one host',
             )
-        tensors = list(self.trained().values())
-        rooms = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors]
+        tensors = dict(self.model.named_parameters())  # those that are frozen, too: they may be trained later
+        rooms = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors.values()]
         path = ""
         if world.is_leader:
             file, path = tempfile.mkstemp(prefix="manyhosts-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
@@ -61,10 +61,10 @@ class SharedMemory(ByMicroBatch):
         finally:
             if world.is_leader:
                 Path(path).unlink()
-        self._shared = [
-            room[: each.nbytes].view(each.dtype).view(each.shape)
-            for each, room in zip(tensors, memory.split(rooms), strict=True)
-        ]
+        self._shared = {
+            name: room[: each.nbytes].view(each.dtype).view(each.shape)
+            for (name, each), room in zip(tensors.items(), memory.split(rooms), strict=True)
+        }
 
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
         """Know this worker's optimizer.
@@ -85,10 +85,11 @@ class SharedMemory(ByMicroBatch):
 
     def begin(self, pieces: int) -> tuple[Requests, Sequence[Tensor]]:
         """Compute in memory that all share; none is asked for parameters."""
+        memory = [self._shared[name] for name in self.trained()]
         if self.world.is_leader:
-            put(self._shared, self.trained().values())
+            put(memory, self.trained().values())
         self.world.barrier()
-        return Requests(None, HandOut(pieces, self.world.size, None), self.side, ()), self._shared
+        return Requests(None, HandOut(pieces, self.world.size, None), self.side, ()), memory
 
     def pull(self, requests: Requests) -> None:
         """The values of now are there."""
@@ -100,6 +101,6 @@ class SharedMemory(ByMicroBatch):
     def end(self, requests: Requests) -> dict[str, Tensor]:
         """See `ByMicroBatch.end`. What is logged is who computed how many micro-batches."""
         self.world.barrier()  # no worker changes them any more
-        self.after = {name: (each.clone(), {}) for name, each in zip(self.trained(), self._shared, strict=True)}
+        self.after = {name: (self._shared[name].clone(), {}) for name in self.trained()}
         found = self.world.stack(torch.tensor([len(self.computed)], dtype=torch.float64))
         return {f"pieces/rank{rank}": pieces for rank, pieces in enumerate(found[:, 0])}

@@ -343,7 +343,7 @@ class Strategy(Protocol):
 
 
 class OnMesh:
-    """What the strategies here share: a mesh, what is held on it, and nothing that is remembered from step to step."""
+    """What the strategies here share: a mesh, a layout of tensors on it, and nothing remembered from step to step."""
 
     traits: ClassVar[Traits]
 

@@ -161,7 +161,7 @@ LIMITS: dict[str, str] = {
     "docs/hangs.md": "10 s | 2 s | 2.25 s | 3 s | 30 s | 600 s",
     "docs/kubernetes.md": "1 MB | 8s",
     "docs/large-models.md": "64 MB",
-    "docs/plan.md": "2 % | 2 MB | 5 % | 6 % | 68 % | 8 MB | 1 Gbit/s | 100 Mbit/s | 2.37 minutes",
+    "docs/plan.md": "2 % | 4 seconds | 2 MB | 5 % | 6 % | 68 % | 8 MB | 1 Gbit/s | 100 Mbit/s | 2.37 minutes",
     "docs/security.md": "30 s | 5 s",
     "docs/serving.md": "1 % | 99 %",
     "docs/slow-networks.md": "0.8 s | 1.5 times as | 100 MB | 5 % | 5 s | 1 Gbit/s",

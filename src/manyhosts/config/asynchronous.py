@@ -192,7 +192,7 @@ class PipeDream(Pipeline):
     in_step: ClassVar[str] = 'strategy="pipeline"'
     by_design: ClassVar[str] = "makes an update of some micro-batches by a gradient of older weights"
     many_updates: ClassVar[bool] = True
-    planned_if_asked: ClassVar[bool] = False
+    planned_if_asked: ClassVar[bool] = True
     check_goes_with = check_goes_with
 
     versions: Literal["two", "all", "one"] = "two"
@@ -227,6 +227,10 @@ class PipeDream(Pipeline):
     def gives_up(self) -> tuple[str, ...]:
         """The promises that it does not keep: see `prove.promises`. Two versions are the same ones on every stage."""
         return ("micro",) if self.versions == "two" else ("workers", "micro")
+
+    def updates(self, micro_batches: int) -> int:
+        """How many updates a step of so many micro-batches makes."""
+        return -(-micro_batches // self.accumulate)
 
     def most_versions(self, stage: int, stages: int) -> int:
         """How many versions of its weights a stage keeps at a time, the newest among them."""

@@ -81,6 +81,14 @@ class Pipeline:
         """How many stages a worker has."""
         return self.virtual_stages if self.schedule == INTERLEAVED else 1
 
+    def updates(self, micro_batches: int) -> int:
+        """How many updates a step of so many micro-batches makes."""
+        return 1
+
+    def most_versions(self, stage: int, stages: int) -> int:
+        """How many versions of its weights a stage keeps at a time, the newest among them."""
+        return 1
+
     @property
     def named(self) -> tuple[str, ...]:
         """The blocks with which stages after the first begin, where they are named."""

@@ -180,7 +180,7 @@ def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
             fix="run some steps of it: their times and bytes are in the run's summary",
         )
     key = next(iter(axes_of(strategy).values()), "")
-    if strategy.name in OF_SAME_SAMPLES and getattr(strategy, key):
+    if isinstance(strategy, Tensor | Pipeline) and getattr(strategy, key):
         raise ConfigError(
             f"the strategy has {key}={getattr(strategy, key)}, and a plan is for one copy over all workers",
             where=f"strategy={strategy.name!r}",

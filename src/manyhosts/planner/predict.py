@@ -137,7 +137,8 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
             for each in cutting(own)
         ]
     if own is not None and getattr(own, "planned_if_asked", False):
-        found.append(_way(own, getattr(own, "compression", "none")))
+        most_stages = len(measured.blocks) or None if isinstance(own, Pipeline) else None  # none at all is refused
+        found.append(replace(_way(own, getattr(own, "compression", "none")), most=most_stages))
     most = {"tensor": None if measured.cut_layers else 1, "pipeline": len(measured.blocks) // _each_has(own)}
     found += [
         replace(_way(each), most=most[each.name], setting=each.variant)

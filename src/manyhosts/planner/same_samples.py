@@ -22,7 +22,7 @@ def forward_share(measured: Measured) -> float:
 
 
 def step_of(same: Measured, group: Group, *, compute: float, exposed: float, held: float) -> Step:
-    """The step of workers that all compute for so long. `held`: bytes of parameters that each of them updates.
+    """The step of workers that all compute for so long. `held`: bytes of parameters that each of them updates in it.
 
     What varies from one worker to the next is not in it: they wait for each other within every pass.
     """

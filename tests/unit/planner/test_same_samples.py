@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from measured_training import MEASURED, group, machines
 
+from manyhosts.config.asynchronous import PipeDream
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import check_planned
 from manyhosts.config.tensor_cut import Tensor
@@ -32,6 +33,18 @@ def test_the_slowest_stage_decides_and_the_others_wait_for_its_ends() -> None:
     even = STRATEGIES.load("pipeline")(Pipeline(cuts="layers")).step(replace(CHAIN, cores=8), group(2))
     assert even.compute == pytest.approx(alone * (0.8 + 0.2 / count))
     assert even.update == pytest.approx(MEASURED.update_s * 200 / MEASURED.parameter_bytes)
+
+
+def test_a_pipeline_that_is_not_emptied_between_updates_makes_more_of_them_and_keeps_older_weights() -> None:
+    flushed, config = STRATEGIES.load("pipeline")(Pipeline()), PipeDream(accumulate=3)
+    known, count = replace(CHAIN, cores=8), CHAIN.global_batch // 2
+    step, plain = STRATEGIES.load("pipedream")(config).step(known, group(2)), flushed.step(known, group(2))
+    assert (step.compute, step.communication_exposed) == (plain.compute, plain.communication_exposed)
+    assert step.update == pytest.approx(-(-count // 3) * plain.update)
+    held = STRATEGIES.load("pipedream")(config).memory(known, group(2))
+    assert held.strategy == flushed.memory(known, group(2)).strategy + 300, "three of the four blocks, once more"
+    asked = [each for each in ways_of_a_plan(known, config) if each.strategy == "pipedream"]
+    assert [each.most for each in asked] == [4]
 
 
 def test_messages_on_the_way_to_the_slowest_stage_are_waited_for() -> None:

@@ -47,9 +47,10 @@ def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], words: st
     assert "with strategy='pipedream'" in str(caught.value)
 
 
-def test_a_plan_does_not_know_it() -> None:
-    with pytest.raises(ConfigError, match="a plan does not know"):
-        check_planned(mh.PipeDream(), None)
+def test_a_plan_knows_it_without_copies_of_its_stages() -> None:
+    check_planned(mh.PipeDream(), None)
+    with pytest.raises(ConfigError, match="the strategy has stages=2, and a plan is for one copy over all workers"):
+        check_planned(mh.PipeDream(stages=2), None)
 
 
 @pytest.mark.parametrize(

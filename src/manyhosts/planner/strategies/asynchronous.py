@@ -59,8 +59,7 @@ class ServersModel:
         return uncut(model, workers=group.workers, strategy=max(0, kept - model.activations))
 
     def _servers(self, group: Group) -> int:
-        asked = self.config.servers if isinstance(self.config, ParameterServer) else None
-        return min(asked or group.workers, group.workers)
+        return min(getattr(self.config, "servers", None) or group.workers, group.workers)
 
     def _round(self, measured: Measured, group: Group) -> tuple[float, float]:
         """Seconds that a worker exchanges in a round where no other does, and that the busiest server does for all."""
@@ -68,18 +67,16 @@ class ServersModel:
         others, servers = group.workers - 1, self._servers(group)
         if isinstance(self.config, Hogwild):
             return 4 * network.latency_s, 0.0  # a question for a micro-batch, and a word that it is done
-        pushed = float(measured.gradient_bytes)
-        if self.config.compression != "none":
-            pushed = way_of(measured, self.config.compression).reduced_bytes
+        way = self.config.compression
+        pushed = measured.gradient_bytes if way == "none" else way_of(measured, way).reduced_bytes
         if not self.config.many_updates:  # one server after another takes in what all others send it
             return servers * network.latency_s + others * pushed / network.bytes_per_second, 0.0
         travels, elsewhere = measured.parameter_bytes + pushed, others / group.workers
         copying = _COPIES * travels * measured.copy_s_per_byte
         messages = 4 + 4 * servers * elsewhere  # each question has an answer; of every server a pull and a push
         by_itself = messages * network.latency_s + elsewhere * travels / network.bytes_per_second + copying
-        busiest = others * max(measured.parameter_bytes, pushed) / servers  # a connection has two directions
-        if group.nodes == 1:
-            busiest = others * travels  # what all of a machine move
+        # A connection has two directions; on one machine all is moved by the same memory.
+        busiest = others * (travels if group.nodes == 1 else max(measured.parameter_bytes, pushed) / servers)
         return by_itself, busiest / network.bytes_per_second
 
     def _end_of_step(self, measured: Measured, group: Group) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from manyhosts.config.pipelined import BY_LAYERS, MEASURED, Pipeline
@@ -47,9 +48,9 @@ class PipelineModel:
             share = sum(parameters[stage] for stage in own) / max(1, model.parameters)
             flight = most_held(order.passes[worker]) * sum(blocks[stage] for stage in own) / len(own) / len(sizes)
             activations = flight * model.together * model.activations
-            found.append(
-                part_of(model, share, activations=activations, workers=workers, at_start=_LOOK * model.parameters)
-            )
+            held = part_of(model, share, activations=activations, workers=workers, at_start=_LOOK * model.parameters)
+            older = sum((self.config.most_versions(stage, stages) - 1) * parameters[stage] for stage in own)
+            found.append(replace(held, strategy=held.strategy + round(older)))
         return max(found, key=lambda each: each.total)
 
     def step(self, measured: Measured, group: Group) -> Step:
@@ -67,7 +68,8 @@ class PipelineModel:
         sent = max(sizes) * max(block.sent_bytes for block in measured.blocks)
         computed, all_there = seconds_of(order, cost), seconds_of(order, cost, group.message(sent))
         largest = max(loads([float(block.parameter_bytes) for block in measured.blocks], cuts))
-        return step_of(same, group, compute=computed, exposed=all_there - computed, held=largest)
+        updated = largest * self.config.updates(len(sizes))
+        return step_of(same, group, compute=computed, exposed=all_there - computed, held=updated)
 
     def _cuts(self, measured: Measured, workers: int) -> list[int]:
         stages = workers * self.config.per_worker

@@ -40,6 +40,7 @@ STRATEGIES: Table[Callable[[Any], StrategyModel]] = Table(
         "ddp": "manyhosts.planner.strategies.ddp:make",
         "fsdp": "manyhosts.planner.strategies.fsdp:make",
         "pipeline": "manyhosts.planner.strategies.pipeline:make",
+        "pipedream": "manyhosts.planner.strategies.pipeline:make",
         "tensor": "manyhosts.planner.strategies.tensor:make",
         "virtual-workers": "manyhosts.planner.strategies.virtual:make",
         "local-sgd": "manyhosts.planner.strategies.local_sgd:make",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from runs import Recipe, make_trainer, samples_by_step, step_lines
 
 import manyhosts as mh
 from manyhosts.communication.side_group import SideGroup
+from manyhosts.errors import ConfigError
 from manyhosts.strategies.asynchronous.parameter_server import Servers
 
 pytestmark = pytest.mark.multiprocess
@@ -157,6 +159,20 @@ def test_hogwild_trains_one_model_in_shared_memory(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0] < 2.2
     assert_each_once(tmp_path, epochs=3)
+
+
+def begin_on_two_hosts(rank: int, recipe: Recipe, folder: Path) -> tuple[str, str]:
+    os.environ.update(GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    with pytest.raises(ConfigError) as refused:
+        make_trainer(recipe, folder)
+    return refused.value.what, refused.value.fix
+
+
+def test_hogwild_over_hosts_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    for what, fix in run_ranks(2, begin_on_two_hosts, with_strategy(HANDED_OUT, mh.Hogwild()), tmp_path):
+        assert what == "strategy 'hogwild' shares the memory of one host, and the 2 workers are on several"
+        assert fix == 'choose strategy="parameter-server", or run on one host'
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 WORDS = 20_000

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import MANYHOSTS, write_script
+from launching import BEGINNING, MANYHOSTS, write_script
 
 from manyhosts.lab import Lab
 
@@ -71,4 +71,4 @@ def run(
         hosts.desk.end(process)
         out, err = process.communicate()
         raise AssertionError(f"no end after {timeout_s} s:\n{out}\n{err}") from None
-    return Ended(process.returncode, out, err, time.monotonic() - begin)
+    return Ended(process.returncode, out, BEGINNING.sub("", err), time.monotonic() - begin)

@@ -237,6 +237,7 @@ def test_job_keeps_its_secrets_says_why_another_waits_and_is_not_queued_again_in
     ]
     waits = four[1].start(words, folder=FOLDER, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert waits.stdout is not None
+    assert BEGINNING.match(waits.stdout.readline())
     other = waits.stdout.readline().split()[-1]
     assert any("the job waits: PENDING (" in line for line in iter(waits.stdout.readline, "")), "with Slurm's reason"
     four[1].end(waits, signal.SIGTERM)

@@ -114,8 +114,11 @@ def resume(trials: Trials) -> Verdict:
 
 
 def of_start(full: Trace, back: Trace, since: int) -> Departure | None:
-    """What the resumed run had not taken up, of the weights and buffers after step `since`."""
-    if since not in full.steps or not back.begins:
+    """What the resumed run had not taken up, of the weights and buffers after step `since`.
+
+    Nothing is known of that where workers hold different models: a snapshot has their mean, which no step has had.
+    """
+    if since not in full.steps or not back.begins or "ranks" in getattr(full.strategy, "gives_up", ()):
         return None
     before = full.of(since)
     return compare.unequal(

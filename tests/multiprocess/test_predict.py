@@ -63,8 +63,8 @@ REFUSED: dict[str, Callable[[mh.Trainer], Any]] = {
         Named(), forward=lambda model, batch: model(batch["image"]).sum()
     ),
     "a float came out": lambda trainer: trainer.predict(Named(), forward=lambda model, batch: 1.0),
-    "a strided tensor of torch.complex64 with 2 dims": lambda trainer: trainer.predict(
-        Named(), forward=lambda model, batch: model(batch["image"]).to(torch.complex64)
+    "a strided tensor of torch.float8_e4m3fn with 2 dims": lambda trainer: trainer.predict(
+        Named(), forward=lambda model, batch: model(batch["image"]).to(torch.float8_e4m3fn)
     ),
     "what comes out differs from batch to batch": lambda trainer: trainer.predict(
         Named(), forward=one_column_more_behind_sample_20

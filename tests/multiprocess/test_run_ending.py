@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import psutil
 import pytest
-from launching import agents, alive, family, start, templates, wait_until, workers
+from launching import BEGINNING, agents, alive, family, start, templates, wait_until, workers
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.starts_cold]  # whose processes these are is the question
 
@@ -225,6 +225,7 @@ def test_host_that_is_silent_for_a_while_or_whose_disk_hangs_is_named_and_costs_
     disk = os.open(log, os.O_RDWR)  # one that takes what there is room for in a pipe, and hangs then
     head = start(tmp_path, source, "--nodes", "2", "--workers-per-node", "1", "--show", "0")
     assert head.stderr is not None
+    assert BEGINNING.match(head.stderr.readline())
     try:
         wait_until(lambda: len(list(tmp_path.glob("running-*"))) == 2, "all run")
         [agent] = [each for each in agents(family(head)) if "node 1:" in " ".join(each.cmdline())]

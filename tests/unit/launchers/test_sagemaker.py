@@ -169,8 +169,9 @@ def test_job_is_sent_asked_after_and_stopped_by_its_handle(here: Aws, capsys: py
     assert capsys.readouterr().out.startswith("waiting · Starting · 2 x ml.g5.xlarge · CloudWatch ")
     assert main(["logs", handle]) == 3
     assert "there is no log of this job: waiting" in capsys.readouterr().err
-    for _ in range(2):
+    for said in ("cancelled · ", "it has ended before: cancelled · "):
         assert main(["cancel", handle]) == 0
+        assert capsys.readouterr().out.startswith(said)
     main(["status", "--json", handle])
     assert json.loads(capsys.readouterr().out)["state"] == "cancelled"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,16 @@ def both(rank: int, case: Case, stood: int, folder: Path) -> list[str]:
     """The hash of the weights where a run is taken up, and after it has continued."""
     first = make_trainer(case, folder).fit(f"{stood} steps").weights_sha256 if stood else ""
     return [first, make_trainer(case, folder).fit(f"{stood + 2} steps").weights_sha256]
+
+
+def assert_passed_on(layouts: Sequence[tuple[int, Case]], folder: Path) -> None:
+    """Train two steps in each of `layouts`, with so many workers: each begins with the bits that were left before it."""
+    before = ""
+    for number, (workers, each) in enumerate(layouts):
+        found = run_ranks(workers, both, each, 2 * number, folder)
+        assert all(one == found[0] for one in found)
+        assert found[0][0] == before or not before, "what was taken up is not what was left, bit for bit"
+        before = found[0][1]
 
 
 SCRIPT = """

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from commands import summary
 from launching import run
-from ranks import run_ranks
-from sharded import Case, assert_same, both, script, trained
+from sharded import Case, assert_passed_on, assert_same, script, trained
 from torch import nn
 
 pytestmark = pytest.mark.multiprocess
@@ -49,12 +48,7 @@ def test_a_snapshot_passes_between_this_and_other_layouts(tmp_path: Path) -> Non
         (4, case),
         (2, replace(case, strategy="ddp", options={})),
     ]
-    before = ""
-    for number, (workers, each) in enumerate(layouts):
-        found = run_ranks(workers, both, each, 2 * number, tmp_path / "run")
-        assert all(one == found[0] for one in found)
-        assert found[0][0] == before or not before, "what was taken up is not what was left, bit for bit"
-        before = found[0][1]
+    assert_passed_on(layouts, tmp_path / "run")
 
 
 @pytest.mark.slow

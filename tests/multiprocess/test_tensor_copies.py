@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sharded import Case, assert_same, both, make_trainer, samples, trained
+from sharded import Case, assert_passed_on, assert_same, make_trainer, samples, trained
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -60,12 +60,7 @@ def test_a_snapshot_passes_between_copies_and_other_layouts(tmp_path: Path) -> N
         (4, replace(case, strategy="fsdp", options={"shard": 2})),
         (4, copies),
     ]
-    before = ""
-    for number, (workers, each) in enumerate(layouts):
-        found = run_ranks(workers, both, each, 2 * number, tmp_path / "run")
-        assert all(one == found[0] for one in found)
-        assert found[0][0] == before or not before, "what was taken up is not what was left, bit for bit"
-        before = found[0][1]
+    assert_passed_on(layouts, tmp_path / "run")
 
 
 class Uneven(nn.Module):

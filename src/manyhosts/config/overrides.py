@@ -178,7 +178,8 @@ def _check_word(text: str, kind: Any, key: str) -> None:
 
 def _like(key: str, known: Sequence[str]) -> str:
     """Keys that look like `key`, other than the nearest, which is named already; empty where there are none."""
-    few = [each for each in nearest_few(key, known) if repr(each) not in nearest(key, known)]
+    named_already = nearest(key, known)
+    few = [each for each in nearest_few(key, known) if repr(each) not in named_already]
     return f"similar: {', '.join(few)}; " if few else ""
 
 

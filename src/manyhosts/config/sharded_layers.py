@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from manyhosts.config.fully_sharded import FSDP
-from manyhosts.config.kinds import check_kinds
 from manyhosts.config.mesh import OF_MESH
 from manyhosts.config.tensor_cut import FOUND, Tensor
 from manyhosts.errors import ConfigError
@@ -29,8 +28,7 @@ class ShardedLayers(FSDP):
 
     def __post_init__(self) -> None:
         FSDP.__post_init__(self)  # `super` does not know a class with slots
-        check_kinds(self, prefix="FSDP.")
-        object.__setattr__(self, "plan", Tensor(size=self.size, plan=self.plan).plan)
+        object.__setattr__(self, "plan", self.layers.plan)  # as `Tensor` checks it and writes it in words
         for key, value, other in (("shard", "host", None), ("gather", "bf16", "exact"), ("cpu_offload", True, False)):
             if getattr(self, key) == value:
                 raise ConfigError(

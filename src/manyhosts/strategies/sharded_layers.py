@@ -33,10 +33,21 @@ class FullyShardedLayers(FullySharded):
         super().__init__(config, world)
         self.layers = TensorParallel(config.layers, world, self.mesh)
         self._inner: list[str] = []
+        self._kept: list[nn.Parameter] = []
 
     def look(self, sample: Sample) -> None:
         """Know what the model is called with. Before `place`."""
         self.layers.look(sample)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Cut the layers, and keep a part of this worker's share of `model`.
+
+        Raises:
+            ConfigError: see `TensorParallel.place` and `FullySharded.place`.
+        """
+        placed = super().place(model)
+        self._kept = [each for each in self.parameters if is_of_layer(each) and is_kept(each, self.mesh.size("shard"))]
+        return placed
 
     def cut_layers(self, model: nn.Module, uncut: nn.Module) -> None:
         """Keep this worker's part of the layers that are cut, and all of the others."""
@@ -47,7 +58,6 @@ class FullyShardedLayers(FullySharded):
     @torch.no_grad()
     def sum_layers(self) -> None:
         """Sum the gradients of parts that each worker along `shard` keeps, and of what is used between parts."""
-        kept = [each for each in self.parameters if is_of_layer(each) and is_kept(each, self.mesh.size("shard"))]
-        sum_together(self.gradients(kept), self.mesh.data.all_reduce)
+        sum_together(self.gradients(self._kept), self.mesh.data.all_reduce)
         inner = [self._model.get_parameter(name) for name in self._inner]
         sum_together(self.gradients(inner), self.layers.exchange.sum)

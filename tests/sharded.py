@@ -190,7 +190,7 @@ def both(rank: int, case: Case, stood: int, folder: Path) -> list[str]:
 
 
 def assert_passed_on(layouts: Sequence[tuple[int, Case]], folder: Path) -> None:
-    """Train two steps in each of `layouts`, with so many workers: each begins with the bits that were left before it."""
+    """Train two steps in each of `layouts`, with so many workers: each begins with the bits left by the one before."""
     before = ""
     for number, (workers, each) in enumerate(layouts):
         found = run_ranks(workers, both, each, 2 * number, folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from sharded import Case, assert_same, both, make_trainer, trained
+from sharded import Case, assert_passed_on, assert_same, make_trainer, trained
 from torch import nn
 
 from manyhosts.errors import ConfigError
@@ -36,12 +36,8 @@ def test_copies_of_stages_train_as_one_process(tmp_path: Path) -> None:
 def test_a_snapshot_passes_between_copies_and_other_layouts(tmp_path: Path) -> None:
     case = Case(strategy="pipeline", optimizer="AdamW", trainer={"micro_batch_size": 4})
     copies = replace(case, options={"stages": 2})
-    before = ""
-    for number, (workers, each) in enumerate([(2, case), (4, copies), (2, replace(case, strategy="ddp")), (4, copies)]):
-        found = run_ranks(workers, both, each, 2 * number, tmp_path / "run")
-        assert all(one == found[0] for one in found)
-        assert found[0][0] == before or not before, "what was taken up is not what was left, bit for bit"
-        before = found[0][1]
+    layouts = [(2, case), (4, copies), (2, replace(case, strategy="ddp")), (4, copies)]
+    assert_passed_on(layouts, tmp_path / "run")
 
 
 REFUSED = {

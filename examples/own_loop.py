@@ -32,7 +32,7 @@ class GPT(nn.Module):
 
 
 def padded(texts):
-    """A batch of texts: what is read, and what comes next, which is -100 behind a text's end."""
+    """A batch of texts: what is read, and what comes next, which is -100 after a text's end."""
     read = nn.utils.rnn.pad_sequence([text[:-1] for text in texts], batch_first=True)
     return read, nn.utils.rnn.pad_sequence([text[1:] for text in texts], batch_first=True, padding_value=-100)
 

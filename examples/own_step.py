@@ -35,7 +35,7 @@ class Autoencoder(nn.Module):
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss, and beside it whatever should be logged: means over the samples of the batch."""
+    """The loss, and whatever else should be logged: means over the samples of the batch."""
     restored, code = model(batch["pixels"])
     error = nn.functional.mse_loss(restored, batch["pixels"])
     size = code.abs().mean()

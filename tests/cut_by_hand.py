@@ -19,6 +19,7 @@ from manyhosts.communication.dtensors import DTensors
 from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
+from manyhosts.config.strategy_settings import StrategySettings
 from manyhosts.strategies.cut_model import CutModel
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.table import STRATEGIES
@@ -27,7 +28,7 @@ from manyhosts.strategies.traits import Traits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ByHand:
+class ByHand(StrategySettings):
     """What the settings say."""
 
     name: ClassVar[str] = "cut-by-hand"

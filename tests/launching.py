@@ -98,12 +98,18 @@ def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def agents(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Agents; what one has just forked is not one, though it still has its command line."""
     found = []
     for each in processes:
         with suppress(psutil.NoSuchProcess):  # a zombie is none such, either
-            if "manyhosts.control.agent.agent" in each.cmdline() or each.cmdline()[:2] == ["manyhosts", "agent"]:
+            if is_agent(each) and not is_agent(each.parent() or each):
                 found.append(each)
     return found
+
+
+def is_agent(process: psutil.Process) -> bool:
+    command = process.cmdline()
+    return "manyhosts.control.agent.agent" in command or command[:2] == ["manyhosts", "agent"]
 
 
 def templates(processes: Sequence[psutil.Process]) -> list[psutil.Process]:

@@ -111,6 +111,7 @@ def samples(count: int, seed: int) -> TensorDataset:
 
 def make_trainer(case: Case, folder: Path) -> mh.Trainer:
     strategies = {"fsdp": mh.FSDP, "ddp": mh.DDP, "pipeline": mh.Pipeline, "tensor": mh.Tensor, "fsdp+tensor": mh.Mesh}
+    strategies |= {"diloco": mh.DiLoCo, "local-sgd": mh.LocalSGD}
     kind = getattr(torch.optim, case.optimizer)
     further = {"momentum": 0.9} if case.optimizer == "SGD" else {}
     return mh.Trainer(

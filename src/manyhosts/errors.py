@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -102,6 +102,24 @@ class CommunicationError(ManyhostsError):
 
 class RankLost(CommunicationError):
     """A worker or its host went away."""
+
+
+def check_run(found: object, *, what: str, where: str) -> None:
+    """See that a function of the script's was run: one with `yield` or `async` in it, when called, gives what would.
+
+    `found`: what it gave.
+
+    Raises:
+        ConfigError: not one line of it was run.
+    """
+    if isinstance(found, Generator | Coroutine | AsyncGenerator):
+        if isinstance(found, Coroutine):
+            found.close()  # Python would warn of it, too
+        raise ConfigError(
+            f"{what} gives a {type(found).__name__} when it is called, and not one line of it is run",
+            where=where,
+            fix="leave out yield, async and await: it is called as a plain function",
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -84,7 +84,7 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochDone:
-    """Every sample of the training set was seen once more."""
+    """Every sample of the training set was seen again."""
 
     step: int
     epoch: int
@@ -118,7 +118,7 @@ class SnapshotSaved:
     seconds: float
     """From the copy out of the model to the rename."""
     stall_seconds: float
-    """How long training stood still for it."""
+    """How long it stalled training."""
     time: float
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 from manyhosts.errors import ManyhostsError, ScriptError, first_line
 
@@ -19,9 +18,9 @@ _OTHERS = re.compile(r"[/\\](site|dist)-packages[/\\]|^<")
 _LONGEST_LINE = 80
 
 
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    pattern: re.Pattern[str]
+class _Refusal(NamedTuple):
+    pattern: str
+    """Of what PyTorch says."""
     lacks: str
     """What is missing; {host} and {said}, PyTorch's own words, are filled in."""
     asks: str
@@ -35,25 +34,21 @@ _DEVICE = "write device = 'cuda' if torch.cuda.is_available() else 'cpu', and .t
 _NO_GPU = "{host} has no GPU that PyTorch can use ({said})"
 _REFUSALS = (
     _Refusal(
-        re.compile(r"Attempting to deserialize object on a CUDA device"),
+        r"Attempting to deserialize object on a CUDA device",
         "{host} has no GPU that PyTorch can use",
         "loads tensors that were saved on one",
         "write torch.load(…, map_location='cpu')",
     ),
     _Refusal(
-        re.compile(
-            r"doesn't have NCCL built in|nccl2? requires at least one CUDA device|ProcessGroupNCCL .*no GPUs found"
-        ),
+        r"doesn't have NCCL built in|nccl2? requires at least one CUDA device|ProcessGroupNCCL .*no GPUs found",
         _NO_GPU,
         "asks for NCCL, which needs one",
         "write init_process_group() without a backend: it takes NCCL where there are GPUs, and Gloo elsewhere",
         "leave it out: the trainer forms the group of workers, with NCCL where there are GPUs and Gloo elsewhere",
     ),
     _Refusal(
-        re.compile(
-            r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
-            r"|module 'torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available"
-        ),
+        r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
+        r"|module 'torch\._C' has no attribute '_cuda_|Cannot access accelerator device when none is available",
         _NO_GPU,
         "asks for one",
         _DEVICE,
@@ -67,12 +62,12 @@ def explained(error: BaseException) -> ManyhostsError | None:
     if isinstance(error, ManyhostsError) or not isinstance(error, Exception):
         return None
     said = str(error)
-    refusal = next((each for each in _REFUSALS if each.pattern.search(said)), None)
+    refusal = next((each for each in _REFUSALS if re.search(each.pattern, said)), None)
     if refusal is None or _has_gpu():
         return None
     frame, line = _frame_of_script(error)
     asks = f"{refusal.asks}: {line}" if line else refusal.asks
-    lacks = refusal.lacks.format(host=f"host {socket.gethostname()}", said=_few_words(error))
+    lacks = refusal.lacks.format(host=f"host {os.uname().nodename}", said=_few_words(error))
     fix = (refusal.fix_with_trainer if _has_trainer() else "") or refusal.fix
     return ScriptError(f"{lacks}, and the script {asks}", where=frame, fix=f"{fix}; {_REHEARSE}")
 
@@ -107,7 +102,7 @@ def _few_words(error: Exception) -> str:
 
 
 def _frame_of_script(error: BaseException) -> tuple[str, str]:
-    """Where the user's code stood, and the text of that line; empty where none of it is in the traceback."""
+    """Where the user's code was, and the text of that line; empty where none of it is in the traceback."""
     found = ("", "")
     for frame, number in _frames(error.__traceback__):
         name = frame.f_code.co_filename

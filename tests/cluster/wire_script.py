@@ -21,7 +21,6 @@ from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.fsdp.strategy import FullySharded
 from manyhosts.strategies.local_stepping import LocalSteps
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Piece
 from manyhosts.strategies.virtual import VirtualWorkers
 
@@ -64,12 +63,11 @@ def main() -> None:
                 model, [piece], lambda net, p: {"loss": net(p.batch).square().mean()}, lambda loss: loss, [0.0]
             )
             strategy.update(model, optimizer)
-            if isinstance(strategy, LocalUpdates):
-                strategy.exchange(model)
+            strategy.exchange(model)
         counted = world.bytes_sent - counted
         world.barrier()
         found[way] = (int(COUNTER.read_text()) - begin) / steps, counted / steps
-    if world.is_leader:
+    if world.is_rank_0:
         print(json.dumps(found), flush=True)
     world.barrier()
     os._exit(0)

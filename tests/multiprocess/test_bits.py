@@ -119,9 +119,9 @@ class LeftFold(Subtrees[Any]):
     """The fault: adds whatever comes to what there is."""
 
     def put(self, node: Node, value: Any) -> None:
-        if self.held:
-            value = self.add(self.held.pop()[1], value)
-        self.held.append((Node(0, 0), value))
+        if self.stack:
+            value = self.add(self.stack.pop()[1], value)
+        self.stack.append((Node(0, 0), value))
 
     def left_of(self, part: int) -> None:
         return None

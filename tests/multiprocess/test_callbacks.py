@@ -397,3 +397,36 @@ def test_loop_of_ones_own_has_them_once_per_step_too(workers: int, tmp_path: Pat
     for steps, averaged in run_ranks(workers, own_loop, tmp_path):
         assert steps == list(range(1, 8))
         assert averaged
+
+
+def frozen_for_a_while(rank: int, folder: Path, strategy: str, when: Mapping[str, str]) -> str:
+    try:
+        mh.Trainer(
+            model=network,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=mh.Data(TensorDataset(*images_and_labels(SAMPLES)), batch_size=BATCH),
+            strategy=strategy,
+            callbacks=[mh.Freeze("0", **when)],
+            run_dir=folder,
+        ).fit("5 steps")
+    except ConfigError as refused:
+        return str(refused)
+    return "trained"
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ({"until": "3 steps"}, "for a part of the run"),
+        ({"start": "3 steps"}, "for a part of the run"),
+        ({}, "trained"),
+    ],
+)
+def test_what_is_frozen_for_a_while_is_refused_where_workers_drift(
+    tmp_path: Path, strategy: str, when: dict[str, str], words: str
+) -> None:
+    """What is exchanged is chosen when the run begins: what is thawed then would drift apart."""
+    for said in run_ranks(2, frozen_for_a_while, tmp_path, strategy, when):
+        assert words in said

@@ -73,21 +73,21 @@ def test_sums_in_bf16_train_nearly_alike(alone: Any, tmp_path: Path) -> None:
 
 
 def fit_on_hosts(rank: int, cases: dict[str, Case], folder: Path) -> tuple[int, dict[str, Any]]:
-    """As each worker were on a host of its own, and every unit long. The most stretches of one exchange come back."""
+    """As each worker were on a host of its own, and every unit long. The most segments of one exchange come back."""
     os.environ |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     exchange._LEAST_BYTES = 16
-    counts, cut = [], exchange.stretches
+    counts, cut = [], exchange.segments
 
     def counted(length: int, itemsize: int, *, is_far: bool) -> list[slice]:
         counts.append(len(found := cut(length, itemsize, is_far=is_far)))
         return found
 
-    exchange.stretches = counted
+    exchange.segments = counted
     answer = fit(rank, cases, folder)
     return max(counts), answer
 
 
-def test_what_goes_between_hosts_goes_in_stretches_and_changes_no_bit(tmp_path: Path) -> None:
+def test_what_goes_between_hosts_goes_in_segments_and_changes_no_bit(tmp_path: Path) -> None:
     ways = {"whole sums": {"zero": 2}, "in bf16": {"zero": 3, "reduce": "bf16"}}
     cases = {name: replace(CASES["clipped"], options=way) for name, way in ways.items()}
     near = trained(3, cases, tmp_path / "near")
@@ -132,15 +132,15 @@ def test_hosts_with_other_numbers_of_workers_do_not_share_copies(tmp_path: Path)
         assert reported.startswith("the host of rank 0 has 2 workers, and not every host has as many")
 
 
-def test_stretches_of_an_exchange() -> None:
-    whole = exchange.stretches(10**6, 4, is_far=False)
+def test_segments_of_an_exchange() -> None:
+    whole = exchange.segments(10**6, 4, is_far=False)
     assert whole == [slice(0, 10**6)]
-    assert exchange.stretches(10, 4, is_far=True) == [slice(0, 10)]
-    several = exchange.stretches(10**6 + 3, 4, is_far=True)
+    assert exchange.segments(10, 4, is_far=True) == [slice(0, 10)]
+    several = exchange.segments(10**6 + 3, 4, is_far=True)
     assert len(several) == 4
     assert [each.start for each in several] == [0, *(each.stop for each in several[:-1])]
     assert several[-1].stop == 10**6 + 3
-    assert len(exchange.stretches(200_000, 4, is_far=True)) == 3, "none is shorter than is worth a message"
+    assert len(exchange.segments(200_000, 4, is_far=True)) == 3, "none is shorter than is worth a message"
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def wait_for_all(world: World) -> None:
     if store.add("here", 1) == world.size:
         store.set("all", "here")
     store.wait(["all"])
-    if not world.is_leader:
+    if not world.is_rank_0:
         store.set(f"{world.rank} is gone", "1")
     else:  # who keeps the store
         store.wait([f"{rank} is gone" for rank in range(1, world.size)])

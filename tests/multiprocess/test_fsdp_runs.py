@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.config.sharded_layers import ShardedLayers
 from manyhosts.errors import ConfigError
-from manyhosts.records.run_directory import APART
+from manyhosts.records.run_directory import SEPARATE_DISKS
 
 pytestmark = pytest.mark.multiprocess
 CASE = Case(optimizer="AdamW", trainer={"micro_batch_size": 4})
@@ -49,6 +50,32 @@ def test_one_run_passes_through_all_strategies_and_numbers_of_workers(tmp_path: 
     parts = trained(1, {"run": replace(CASE, steps=steps)}, tmp_path)["run"]
     assert parts.sha == before
     assert_same(whole, parts)
+
+
+def in_two_runs(_rank: int, strategy: Any, folder: Path) -> None:
+    """Train for six steps at once, and for three and three."""
+    inputs = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    for name, durations in {"once": ["6 steps"], "resumed": ["3 steps", "6 steps"]}.items():
+        for duration in durations:
+            trainer = mh.Trainer(
+                model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
+                loss=nn.MSELoss(),
+                optimizer=lambda params: torch.optim.AdamW(params, 0.1),
+                data=mh.Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4),
+                strategy=strategy,
+                run_dir=folder / name,
+            )
+            trainer.fit(duration)
+
+
+@pytest.mark.parametrize(
+    "strategy", [mh.FSDP(zero=3), mh.FSDP(zero=1), ShardedLayers(shard=1, size=2)], ids=["3", "1", "one along shard"]
+)
+def test_what_one_worker_holds_all_of_resumes_to_the_same_bits(tmp_path: Path, strategy: Any) -> None:
+    """A bias of one number, or every tensor where there is one worker along the axis that cuts them."""
+    run_ranks(2, in_two_runs, strategy, tmp_path)
+    once, resumed = (summary(tmp_path / name)["weights_sha256"] for name in ("once", "resumed"))
+    assert once == resumed
 
 
 def compiled(rank: int, cases: dict[str, Case], folder: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -173,7 +200,7 @@ def test_a_worker_that_calls_the_model_alone_is_told_so_and_all_may_predict(tmp_
 
 def on_own_disk(rank: int, folder: Path) -> tuple[str, bool]:
     """What a worker is answered whose run directory the other does not see; and whether it has made a step."""
-    os.environ.update({APART: "1", "GROUP_RANK": str(rank), "LOCAL_RANK": "0"})
+    os.environ.update({SEPARATE_DISKS: "1", "GROUP_RANK": str(rank), "LOCAL_RANK": "0"})
     seen: list[Any] = []
     trainer = make_trainer(Case(trainer={"listeners": [seen.append]}), folder / f"disk{rank}")
     trainer.model.register_forward_pre_hook(lambda *_: seen.append("computed"))

@@ -31,10 +31,12 @@ from manyhosts.control import variables
 from manyhosts.control.agent import node, script_faults, script_patches, script_probe
 from manyhosts.control.agent.import_preloader import _Traces
 from manyhosts.control.head.checks import _of_variables
-from manyhosts.measure.in_worker import copying, machine, readiness, several_workers, updating
+from manyhosts.measure.in_worker import machine, readiness, several_workers, updating
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, of_pass
 from manyhosts.strategies.local_updates import LocalGradient
+from manyhosts.strategies.strategy import Piece
+from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.training.loss_weights.comparison import Comparison, Look, Seen
 from manyhosts.training.loss_weights.set_draws import SetDraws
 from manyhosts.training.process_session import ProcessSession
@@ -99,8 +101,13 @@ def measurements(folder: Path) -> None:
     assert seconds > 0
     assert kept >= 2 * sum(each.nbytes for each in made.model.parameters())
     assert sum(passes.once(8)) > 0
-    assert copying.measure(where, 1 << 10, 1 << 12) > 0
-    assert several_workers.owners_bandwidth(made.world, 1 << 12) > 0
+    alone, batch = SingleProcess(made.world), passes.batches.of(8)
+    alone.parameters = list(made.model.parameters())
+    piece = Piece(bring=lambda: batch, samples=8, weight=1.0, address=(0, 0, 0))
+    alone.forward_backward(parts.trained, [piece], parts.compute, parts.precision.scale, [0.0])
+    assert all(each.grad is not None for each in alone.parameters)
+    assert machine.copy_s_per_byte(where, 1 << 10, 1 << 12) > 0
+    assert several_workers.owners_bandwidth(made.world, 1 << 12, seconds=0.1) > 0
     assert machine.memory_bytes(where) == 1 << 34
     assert machine.devices(where) == 8
     assert machine.memory_bytes(torch.device("cpu")) > 0
@@ -172,7 +179,7 @@ def worlds(port: str) -> None:
     assert world.all_reduce(torch.ones(2, device=world.device)).tolist() == [2.0, 2.0]
     assert world.drain()
     alone = LocalGradient(world)
-    shares = alone._share_of(Node(world, Levels.one(world)), 0.5)
+    shares = alone.share_of(Node(world, Levels.one(world)), 0.5)
     assert isinstance(shares, Tensor), "nobody waits for it"
     assert shares.item() == 1.0, "both of this node have half a batch"
     world.barrier()

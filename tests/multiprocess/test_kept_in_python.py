@@ -134,7 +134,7 @@ def test_what_changes_the_loss_is_refused_where_one_worker_has_several_pieces(an
 @pytest.mark.parametrize("promise", ["workers", "micro", "virtual", "resume"])
 def test_prove_judges_no_promise_by_runs_that_keep_something(promise: str) -> None:
     said: Any = SimpleNamespace(
-        not_tried=not_tried(Seen(because=KEPT.format("calls"), beside={KEEPS: "calls"})), error=None
+        not_tried=not_tried(Seen(because=KEPT.format("calls"), findings={KEEPS: "calls"})), error=None
     )
     silent: Any = SimpleNamespace(not_tried="", error=None)
     assert promises._holds(promise, "equal", silent, said).status == "not judged"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runs import Recipe, images_and_labels, make_trainer, step_lines, trained
+from runs import Recipe, images_and_labels, make_trainer, network, step_lines, trained
 from torch.nn import functional
 
 import manyhosts as mh
@@ -82,6 +82,15 @@ def test_outer_step_of_one_without_momentum_is_the_mean_of_the_models(tmp_path: 
     [alone] = weights_of(1, mh.DDP(), tmp_path / "alone")
     with pytest.raises(AssertionError):
         assert_equal(alone, found[0])
+
+
+def test_the_first_outer_step_is_away_from_the_weights_that_a_run_is_given(tmp_path: Path) -> None:
+    """An outer step of no length leaves what all share as it was."""
+    given = {name: value * 2 for name, value in network().state_dict().items()}
+    torch.save(given, tmp_path / "given.pt")
+    outer = mh.DiLoCo(sync_every=3, outer_lr=0.0, fragments=1, overlap_steps=0, outer_compression="none")
+    recipe = replace(PLAIN, trainer={"strategy": outer, "init_from": tmp_path / "given.pt"})
+    assert_equal(given, run_ranks(2, train_plainly, recipe, tmp_path / "run")[0])
 
 
 LOCAL = {

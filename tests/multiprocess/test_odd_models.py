@@ -142,7 +142,7 @@ def lookahead(slow: dict[str, Tensor]) -> mh.Callback:
 
 def clipped(model: Any, moment: Any) -> None:
     for each in model.online.parameters():
-        each.clamp_(-0.08, 0.08)
+        each.clamp_(-0.2, 0.2)
 
 
 def noisy(model: Any, moment: Any) -> None:

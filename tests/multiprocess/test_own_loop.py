@@ -78,30 +78,41 @@ def test_killed_worker_costs_one_step_wherever_in_it_dies(
     assert found["steps_redone"] == 1
 
 
-@pytest.mark.parametrize("every", ["7 steps", pytest.param("3 steps", marks=pytest.mark.slow)])
-def test_run_that_was_killed_resumes_on_other_workers_to_the_same_bits(
-    tmp_path: Path, undisturbed: dict[str, Any], every: str
-) -> None:
-    """With a snapshot at the end of an epoch, and in the middle of one."""
-    env = {**environment(), "KEPT": str(tmp_path / "kept.pt"), "OMP_NUM_THREADS": "1"}
-    words = [f"{STEPS} steps", PARTS, "8:wait", every]
-    process = subprocess.Popen(
-        command(tmp_path, 2, SCRIPT, *words), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
-    )
-    folder = tmp_path / "run" / "snapshots"
-    wait_until(
-        lambda: (
-            process.poll() is not None
-            or (folder / "step-00000007" if every == "7 steps" else folder / "step-00000006").exists()
-        ),
-        "a snapshot",
-    )
+def killed_with_all_it_started(folder: Path, snapshot: int, *words: str, script: Path = SCRIPT) -> None:
+    """Run it with two workers until there is that snapshot, and kill every process of it."""
+    env = {**environment(), "KEPT": str(folder / "kept.pt"), "OMP_NUM_THREADS": "1"}
+    start = command(folder, 2, script, *words)
+    process = subprocess.Popen(start, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+    expected = folder / "run" / "snapshots" / f"step-{snapshot:08d}"
+    wait_until(lambda: process.poll() is not None or expected.exists(), "a snapshot")
     everything = family(process)
     for each in everything:
         os.kill(each.pid, signal.SIGKILL)
     process.communicate()
     wait_until(lambda: not alive(everything), "nothing outlives it")
+
+
+@pytest.mark.parametrize("every", ["7 steps", pytest.param("3 steps", marks=pytest.mark.slow)])
+def test_run_that_was_killed_resumes_on_other_workers_to_the_same_bits(
+    tmp_path: Path, undisturbed: dict[str, Any], every: str
+) -> None:
+    """With a snapshot at the end of an epoch, and in the middle of one."""
+    killed_with_all_it_started(tmp_path, 7 if every == "7 steps" else 6, f"{STEPS} steps", PARTS, "8:wait", every)
     assert_same(trained(tmp_path, 3, f"{STEPS} steps", PARTS, "no", every), undisturbed)
+
+
+def test_diffusion_loop_has_the_same_bits_with_one_of_two_killed_and_with_all_killed(tmp_path: Path) -> None:
+    """A U-Net, an average of its weights, time steps and noise that the step draws."""
+    script, words = SCRIPT.with_name("diffusion_script.py"), f"{STEPS} steps"
+    expected = trained(tmp_path / "1", 1, words, "no", script=script)
+    assert len(set(expected["losses"])) == STEPS
+    assert_same(trained(tmp_path / "2", 2, words, "no", script=script), expected)
+    found = trained(tmp_path / "killed", 2, words, "7", script=script)
+    assert_same(found, expected)
+    assert (found["restarts"], found["steps_redone"]) == (1, 1)
+    (tmp_path / "all").mkdir()
+    killed_with_all_it_started(tmp_path / "all", 6, words, "8:wait", script=script)
+    assert_same(trained(tmp_path / "all", 2, words, "no", script=script), expected)
 
 
 def plain(steps: int, batch: int = 8) -> dict[str, torch.Tensor]:

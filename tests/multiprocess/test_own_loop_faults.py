@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
-from manyhosts.errors import TrainingError
+from manyhosts.errors import ConfigError, TrainingError
 
 pytestmark = pytest.mark.multiprocess
 INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -67,3 +67,44 @@ def test_state_that_differs_between_workers_is_named_at_the_next_snapshot(
     if words:
         assert "step 4" in first, "it came in step 3, and the next snapshot is that of step 4"
         assert sorted(each.name for each in (tmp_path / "snapshots").iterdir()) == ["step-00000002"]
+
+
+def logging(rank: int, folder: Path, kind: str) -> str:
+    run = mh.Run(
+        models=lambda: nn.Linear(3, 1),
+        optimizers=lambda params: torch.optim.SGD(params, 0.1),
+        data=mh.Data(train=TensorDataset(INPUTS), batch_size=4),
+        run_dir=folder,
+    )
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: run.models["model"](batch[0]).square().mean())
+        run.update()
+        names = {
+            "alike": ("one", "two"), "main": ("one",) * run.is_main, "missing": ("one",) * rank,
+            "others": ("one", f"of_{rank}"),
+        }[kind]  # fmt: skip
+        for name in reversed(names) if rank else names:
+            run.log(**{name: float(rank)})
+
+    try:
+        run.fit(step, "2 steps")
+    except ConfigError as error:
+        return f"{error.what} | {error.where}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("alike", ""),
+        ("main", ""),
+        ("missing", "rank 0 logs nothing, and rank 1 logs one"),
+        ("others", "rank 0 logs of_0, one, and rank 1 logs of_1, one"),
+    ],
+)
+def test_names_that_are_logged_on_some_workers_alone_end_the_step(kind: str, words: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, logging, tmp_path, kind)
+    assert first == second
+    assert words in first
+    assert bool(words) is ("run.log, " in first and "test_own_loop_faults.py, line" in first)

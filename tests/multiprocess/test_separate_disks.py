@@ -33,7 +33,7 @@ def facts(step: int) -> Facts:
 
 def store_of(rank: int, folder: Path, per_host: int = 1) -> Store:
     place = replace(Place.from_environment(), node_rank=rank // per_host, local_rank=rank % per_host)
-    return Store(folder / f"disk{rank // per_host}", keep=5, world=World(place), apart=True)
+    return Store(folder / f"disk{rank // per_host}", keep=5, world=World(place), separate_disks=True)
 
 
 def save(rank: int, folder: Path, steps: list[int], per_host: int) -> list[str]:
@@ -175,7 +175,7 @@ def test_copy_that_is_damaged_is_passed_over_for_the_other_one(tmp_path: Path) -
 
 def train(rank: int, folder: Path, steps: int, snapshots: mh.Snapshots | None = None) -> tuple[str, dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(run_directory.APART, "1")
+        patch.setenv(run_directory.SEPARATE_DISKS, "1")
         patch.setenv("GROUP_RANK", str(rank))
         patch.setenv("LOCAL_RANK", "0")
         trainer = make_trainer(RECIPE, folder / f"disk{rank}", **({"snapshots": snapshots} if snapshots else {}))

@@ -222,3 +222,24 @@ def test_best_model_whose_writer_dies_is_written_again_or_its_loss_is_told(
     best = summary(tmp_path / "run")["best"]["step"]
     is_told = f"the model of step {best}" in restart["lost"]
     assert is_told or read(tmp_path / "run" / "best").facts.step == best, output
+
+
+def test_leader_that_dies_while_a_new_worker_comes_leaves_no_step_unwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one, alone with the state, writes the lines of steps that were made before it was there."""
+    monkeypatch.setenv("DYING", "0")
+    monkeypatch.setenv("WRITES_LATE", "yes")
+    recipe = replace(RECIPE, sample_s=0.01, trainer={"virtual_workers": 4, "snapshots": {"every": "40 steps"}})
+    dies_at = "manyhosts.elastic.rendezvous:Rendezvous._report:1:newcomers"
+    process = start(2, tmp_path / "run", recipe, pids=tmp_path / "pids", dies_at=dies_at)
+    wait_for_step(process, tmp_path / "run", 40)
+    kill(tmp_path / "pids", 1)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "rank 0" in restarts(tmp_path / "run")[-1]["reason"], output
+    trained(1, recipe, tmp_path / "whole")
+    assert [line["step"] for line in step_lines(tmp_path / "run")] == list(range(1, STEPS + 1)), output
+    assert [line["loss"] for line in step_lines(tmp_path / "run")] == [
+        line["loss"] for line in step_lines(tmp_path / "whole")
+    ]

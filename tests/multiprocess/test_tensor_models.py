@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.config.overrides import to_environment
 
 pytestmark = pytest.mark.multiprocess
 WORDS, LENGTH, WIDTH = 11, 6, 8
@@ -213,3 +215,19 @@ def test_models_train_as_in_one_process(workers: int, alone: Any, tmp_path: Path
             torch.testing.assert_close(
                 cut[key], weight, rtol=1e-5, atol=1e-6, msg=lambda text, n=f"{name} {key}": f"{n}: {text}"
             )
+
+
+def fit_as_set(rank: int, names: list[str], sets: dict[str, str], folder: Path) -> dict[str, list[Any]]:
+    """The same of a script that knows nothing of it, with what `--set` gives."""
+    os.environ.update(to_environment(sets))
+    return fit(rank, names, "ddp", folder)
+
+
+def test_a_model_of_transformers_in_parts_of_cut_layers_trains_as_in_one_process(tmp_path: Path) -> None:
+    [wanted] = run_ranks(1, fit, ["llama"], "ddp", tmp_path / "alone", timeout_s=120)
+    sets = {"strategy": "fsdp+tensor", "mesh.shard": "2", "mesh.tensor": "2"}
+    for found in run_ranks(4, fit_as_set, ["llama"], sets, tmp_path / "parts", timeout_s=300):
+        numbers, validation, notes = found["llama"]
+        assert numbers == pytest.approx(wanted["llama"][0], rel=1e-5)
+        assert validation == pytest.approx(wanted["llama"][1], rel=1e-5)
+        assert MODELS["llama"][1] in notes[0]

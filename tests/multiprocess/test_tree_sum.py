@@ -1,4 +1,4 @@
-"""Sums in the order of the tree: the same bits however the parts are cut over workers, and a vector into stretches."""
+"""Sums in the order of the tree: the same bits however the parts are cut over workers, and a vector into segments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyhosts.data.order import bounds
 
 pytestmark = pytest.mark.multiprocess
 LENGTHS, PARTS = (1, 63, 1000, 5001), (3, 4, 7)
-PACES = [Pace(stretch_bytes=size, lag=lag) for size, lag in ((1 << 40, 3), (4000, 0), (4000, 1), (1300, 2), (700, 99))]
+PACES = [Pace(segment_bytes=size, lag=lag) for size, lag in ((1 << 40, 3), (4000, 0), (4000, 1), (1300, 2), (700, 99))]
 
 
 def part_of(length: int, part: int, step: int) -> Tensor:
@@ -31,7 +31,7 @@ def in_order_of_the_tree(length: int, parts: int, step: int) -> Tensor:
     sums = Subtrees(parts, torch.Tensor.add)
     for part in range(parts):
         sums.put(Node(0, part), part_of(length, part, step))
-    [(_, total)] = sums.held
+    [(_, total)] = sums.stack
     return total
 
 
@@ -52,7 +52,7 @@ def differing(rank: int, paces: list[Pace]) -> list[str]:
         held = [range(*bounds(parts, world.size, other)) for other in range(world.size)]
         exchange = Exchange(pace)
         totals = [
-            TreeSum(length, dtype=torch.float32, world=world, stretch_bytes=pace.stretch_bytes) for length in LENGTHS
+            TreeSum(length, dtype=torch.float32, world=world, segment_bytes=pace.segment_bytes) for length in LENGTHS
         ]
         for step in range(2):
             for total in totals:
@@ -67,19 +67,19 @@ def differing(rank: int, paces: list[Pace]) -> list[str]:
     return wrong
 
 
-def test_sums_have_the_bits_of_the_tree_however_they_are_cut_into_stretches() -> None:
+def test_sums_have_the_bits_of_the_tree_however_they_are_cut_into_segments() -> None:
     assert run_ranks(3, differing, PACES) == [[], [], []]
 
 
-def test_as_many_bytes_leave_in_stretches_as_in_one() -> None:
-    whole, cut = (run_ranks(3, bytes_sent, pace)[0] for pace in (PACES[0], Pace(stretch_bytes=100_000, lag=2)))
+def test_as_many_bytes_leave_in_segments_as_in_one() -> None:
+    whole, cut = (run_ranks(3, bytes_sent, pace)[0] for pace in (PACES[0], Pace(segment_bytes=100_000, lag=2)))
     assert whole <= cut <= 1.03 * whole, "what is added is rounding up, by less than 64 numbers a chunk"
     assert whole == pytest.approx(all_reduce_bytes(400_000, 3), rel=0.01)
 
 
 def bytes_sent(rank: int, pace: Pace) -> int:
     world = World(Place.from_environment())
-    total = TreeSum(100_000, dtype=torch.float32, world=world, stretch_bytes=pace.stretch_bytes)
+    total = TreeSum(100_000, dtype=torch.float32, world=world, segment_bytes=pace.segment_bytes)
     add_up(total, [range(part, part + 1) for part in range(3)], rank, 0)
     exchange = Exchange(pace)
     exchange.send(total)

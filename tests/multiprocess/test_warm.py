@@ -149,7 +149,7 @@ def test_killed_run_leaves_nothing(who: str, tmp_path: Path, kept: list[str]) ->
 
 
 def test_other_targets_and_times_that_are_none_are_refused(tmp_path: Path, kept: list[str]) -> None:
-    for words, seconds, where in ((["--hosts", "a"], "60", "--warm"), ([], "soon", "MANYHOSTS_WARM_S")):
+    for words, seconds, where in ((["--on", "slurm"], "60", "--warm"), ([], "soon", "MANYHOSTS_WARM_S")):
         process = begin(tmp_path / "a", kept, *words, stays_s=seconds)  # type: ignore[arg-type]
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ from manyhosts.config import overrides
 from manyhosts.config.settings import Settings
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import EarlyStopping
-from manyhosts.config.strategies import DDP
+from manyhosts.config.strategies import DDP, ParameterServer
 from manyhosts.errors import ConfigError
 
 PLAIN = Settings(batch_size=32)
 
 
+def given(settings: Settings) -> dict[str, Any]:
+    return {each.name: getattr(settings, each.name) for each in dataclasses.fields(settings)}
+
+
 def changed(*words: str, to: Settings = PLAIN) -> Settings:
-    return overrides.apply(to, overrides.parse(words))
+    return overrides.apply(given(to), overrides.parse(words))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,16 @@ def test_word_changes_its_setting_and_no_other(word: str, key: str, value: Any) 
 def test_field_of_a_strategy_is_known_by_its_own_name() -> None:
     assert changed("strategy=ddp", "bucket_mb=5").strategy == DDP(bucket_mb=5)
     assert changed("bucket_mb=5", to=Settings(batch_size=32, strategy=DDP())).strategy == DDP(bucket_mb=5)
+
+
+def test_what_is_typed_completes_what_the_script_leaves_out() -> None:
+    """The script's settings alone would be refused: only what they are together is checked."""
+    script = {"batch_size": 12, "strategy": ParameterServer()}
+    with pytest.raises(ConfigError, match="nothing says how many samples a micro-batch has"):
+        overrides.apply(script, {})
+    assert overrides.apply(script, overrides.parse(["micro_batch_size=3"])).micro_batch_size == 3
+    assert overrides.apply({**script, "clip_gradients": 1.0}, {"strategy": "ddp"}).clip_gradients == 1.0
+    assert overrides.apply({"strategy": DDP()}, {"batch_size": "12"}).batch_size == 12
 
 
 def test_field_of_another_strategy_names_the_one_that_has_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -10,14 +11,18 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 
 import manyhosts
+from manyhosts.config.strategy_settings import StrategySettings
+from manyhosts.strategies.traits import Traits
 from manyhosts.table import Table
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +32,7 @@ OTHER_FILES = [path for folder in ("tests", "examples", "benchmarks") for path i
 
 FLOORS = [  # from the ground up
     ["errors"],  # the ground's own ground: those beside it in the design raise them
-    ["device", "events", "imports", "own_frames", "refusals", "units", "table"],
+    ["device", "events", "host_memory", "imports", "own_frames", "refusals", "units", "table"],
     ["config", "cluster", "records"],
     ["hosts", "communication", "data", "listeners"],
     ["control", "rehearsal"],
@@ -42,6 +47,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 WITHOUT_TORCH = [
     "errors",
     "events",
+    "host_memory",
     "imports",
     "own_frames",
     "refusals",
@@ -142,6 +148,15 @@ def test_circle_is_seen_behind_type_checking_and_in_functions() -> None:
         "def late():\n    from ..training.loop import loop",
     ):
         assert imported_by(source, "manyhosts.data.order", known) == {"manyhosts.training.loop.loop"}
+
+
+def test_fewer_than_a_hundred_files_have_one_importer() -> None:
+    """A small file that one other file imports is a part of it, or its subject is read alone (decision 0161)."""
+    modules = {module_of(path): path for path in FILES}
+    known = {name for name, path in modules.items() if path.stem != "__init__"}
+    importers = Counter(found for name, path in modules.items() for found in imported_by(path.read_text(), name, known))
+    assert importers["manyhosts.errors"] > 100, "imports are not seen"
+    assert sum(count == 1 for count in importers.values()) < 100
 
 
 @pytest.mark.parametrize(
@@ -361,9 +376,13 @@ KNOW_STRATEGIES = {
 OF_FSDP = (
     "config/sharded_layers.py",
     "config/fully_sharded.py",
+    "config/local_steps.py",  # copies in parts that step alone
     "measure/in_worker/in_parts.py",
     "planner/strategies/fsdp.py",
+    "planner/strategies/sharded_layers.py",
+    "planner/strategies/local_sgd.py",
     "strategies/fsdp/",
+    "strategies/local_parts.py",
     "strategies/sharded_layers.py",
     "strategies/units.py",
 )
@@ -384,7 +403,115 @@ def test_a_strategy_is_known_by_its_own_files_and_by_tables(names: str, own: tup
     assert {path for path in named if not path.startswith(own)} == KNOW_STRATEGIES
 
 
+OF_PARTS_OF_LAYERS = (
+    "config/sharded_layers.py",
+    "planner/strategies/sharded_layers.py",
+    "strategies/sharded_layers.py",
+)
+OF_COPIES_ALONE = ("config/local_steps.py", "strategies/local_parts.py")
+
+
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [
+        (r"sharded_layers|ShardedLayers|fsdp\+tensor", OF_PARTS_OF_LAYERS),
+        (r"local_parts|MeanInParts|OuterStepsInParts|(fsdp|diloco)\+(fsdp|diloco|local-sgd)", OF_COPIES_ALONE),
+    ],
+    ids=["fsdp+tensor", "fsdp+local-sgd"],
+)
+def test_a_combination_is_known_by_its_own_files_and_by_the_same_tables(names: str, own: tuple[str, ...]) -> None:
+    """But for the face: it has no name in Python that its parts have not, or the mesh."""
+    named = {in_package(path) for path in FILES if re.search(names, path.read_text())}
+    assert {path for path in named if not path.startswith(own)} == KNOW_STRATEGIES - {"__init__.py"}
+
+
 def test_updates_that_wait_for_no_worker_are_at_most_a_thousand_statements() -> None:
     """All three strategies, with their settings and what a plan knows of them."""
     files = [path for path in FILES if in_package(path).startswith(OF_ASYNCHRONOUS)]
     assert sum(isinstance(node, ast.stmt) for path in files for node in ast.walk(ast.parse(path.read_text()))) <= 1000
+
+
+def test_all_other_ways_to_train_and_what_they_exchange_are_at_most_eight_thousand_statements() -> None:
+    files = [path for path in FILES if in_package(path).startswith(("strategies/", "communication/"))]
+    others = [path for path in files if not in_package(path).startswith(OF_ASYNCHRONOUS)]
+    assert sum(isinstance(node, ast.stmt) for path in others for node in ast.walk(ast.parse(path.read_text()))) <= 8000
+
+
+def questions_to_a_strategy(source: str, module: str) -> list[str]:
+    """Where a file asks which strategy it has, not for what that does: reads of traits, and `isinstance` of one.
+
+    Of the class of a strategy, of its settings, or of a protocol that some strategies have.
+    """
+    tree = ast.parse(source)
+    places = {node.name: (module, node.name) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            places |= {each.asname or each.name: (node.module, each.name) for each in node.names}
+        elif isinstance(node, ast.Import):
+            places |= {each.asname: (each.name, "") for each in node.names if each.asname}
+    return [ast.unparse(node) for node in ast.walk(tree) if _reads_trait(node) or _asks_for_kind(node, places)]
+
+
+def _reads_trait(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Attribute):
+        return False
+    of_variable = node.attr in {each.name for each in dataclasses.fields(Traits)} and isinstance(node.value, ast.Name)
+    return node.attr == "traits" or of_variable
+
+
+def _asks_for_kind(node: ast.AST, places: Mapping[str, tuple[str, str]]) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return False
+    if node.func.id not in ("isinstance", "issubclass"):
+        return False
+    found = []
+    for each in ast.walk(node.args[1]):
+        if isinstance(each, ast.Name) and each.id in places:
+            found.append(places[each.id])
+        elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in places:
+            found.append((places[each.value.id][0], each.attr))
+    return any(_is_of_strategy(*place) for place in found)
+
+
+def _is_of_strategy(module: str, name: str) -> bool:
+    if not module.startswith("manyhosts") or (
+        module != "manyhosts" and module.split(".")[1] not in ("strategies", "config")
+    ):
+        return False
+    kind = getattr(importlib.import_module(module), name, None)
+    kinds = get_args(kind) or (kind,)
+    return any(
+        isinstance(each, type)
+        and (each.__module__.startswith("manyhosts.strategies") or issubclass(each, StrategySettings))
+        for each in kinds
+    )
+
+
+def test_fewer_than_ten_places_ask_which_strategy_it_is() -> None:
+    """What a strategy is, it answers itself: by a method of the class that all derive from, or of its settings."""
+    others = [path for path in FILES if part_of(path) != "strategies"]
+    found = {in_package(path): questions_to_a_strategy(path.read_text(), module_of(path)) for path in others}
+    asked = [f"{file}: {each}" for file, questions in found.items() for each in questions]
+    assert 0 < len(asked) < 10, asked
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if strategy.traits.synchronous: ...",
+        "traits = parts.strategy.traits",
+        "def check(traits):\n    return traits.holds_full_model",
+        "from manyhosts.config.strategies import DDP as Asked\nisinstance(settings.strategy, Asked)",
+        "from manyhosts.config.strategies import FSDP\nisinstance(own, (int, FSDP))",
+        "from manyhosts.config.strategies import Strategy\nisinstance(given, Strategy)",
+        "import manyhosts as mh\nisinstance(settings.strategy, mh.DDP | mh.FSDP)",
+        "from manyhosts.strategies.ddp import DataParallel\nisinstance(parts.strategy, DataParallel)",
+        "from manyhosts.strategies.strategy import InTwo\nissubclass(kind, InTwo)",
+    ],
+)
+def test_no_question_to_a_strategy_is_overlooked(source: str) -> None:
+    assert len(questions_to_a_strategy(source, "manyhosts.training.fit")) == 1
+
+
+def test_a_tensor_of_torch_is_no_strategy() -> None:
+    assert not questions_to_a_strategy("from torch import Tensor\nisinstance(each, Tensor)", "manyhosts.training.fit")

@@ -15,7 +15,7 @@ NO_NAMES = """
 reunion wishes telling second_place passengers lanes vigil witness nursery warmth crew roster outpost latecomer
 elsewhere riders parcel aside skeleton shelf holder calls marks keeping station desk reception afar likeness
 drifting freight freights ticket ghostly stood standing knock door open_door meeting mark seat seats together apart
-judge aboard
+judge aboard tell tells stretch stretches meet meets meetings beside behind leader
 """
 """No file, class or function is called one of these."""
 
@@ -51,6 +51,25 @@ NO_WORDS = {
 }
 """Words that documents and messages do without, and what they say instead."""
 
+RARE_WORDS = {
+    "apart": (11, "separate, or flattened"),
+    "stand|stands|stood": (19, "is, was"),
+    "beside": (17, "next to, or meanwhile"),
+    "behind": (15, "after"),
+    "tell|tells": (23, "send, report, emit or distinguish"),
+    "stretch|stretches": (8, "segment, range or period"),
+    "once more": (3, "again"),
+    "meeting|meetings|meet|meets": (13, "rendezvous, synchronise or resync"),
+    "leader": (11, "rank 0"),
+    "whoever": (9, "name who it is"),
+    "nobody": (25, "no worker"),
+    "goes on|go on|gone on": (24, "continue or resume"),
+    "anew": (4, "again"),
+    "told": (52, "reported, given or sent"),
+    "held": (35, "kept, saved or contained"),
+}
+"""Words that the code, its comments too, uses no more often than that: here and there they are plain English."""
+
 
 def names_in(path: Path) -> Iterator[str]:
     yield from path.relative_to(ROOT / "src").with_suffix("").parts
@@ -82,6 +101,12 @@ def test_documents_and_messages_use_the_words_of_the_field() -> None:
         for word in pattern.findall(words_of(path))
     }
     assert not found
+
+
+def test_words_of_a_private_language_stay_rare() -> None:
+    code = "\n".join(path.read_text() for path in SOURCES)
+    found = {words: len(re.findall(rf"\b({words})\b", code, re.IGNORECASE)) for words in RARE_WORDS}
+    assert not {words: count for words, count in found.items() if count > RARE_WORDS[words][0]}, "say another word"
 
 
 def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from studies import make_study
@@ -48,7 +49,8 @@ def seen(
     """What is said after ten seconds; a child of bash had taken `ended_s` before them, and ends in them."""
     machine, now = Machine(folder), itertools.chain([100.0], itertools.repeat(110.0))
     monkeypatch.setattr(neighbours, "_PROC", folder)
-    monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(now))
+    clock = SimpleNamespace(monotonic=lambda: next(now))  # only its own: other threads ask for the time, too
+    monkeypatch.setattr(neighbours, "time", clock)
     monkeypatch.setattr(neighbours.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(neighbours.os, "sysconf", lambda _: 100)
     if ended_s:

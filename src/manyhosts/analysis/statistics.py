@@ -20,7 +20,7 @@ _PERCENT = (100 * LEVEL / 2, 100 - 100 * LEVEL / 2)
 
 
 def kind_of(outputs: Array, targets: Array) -> Kind:
-    """What a model tells: one of several classes by a row of scores, numbers as the targets are, or something else."""
+    """What a model predicts: one of several classes by a row of scores, numbers like the targets, or something else."""
     if targets.ndim == 1 and targets.dtype.kind in "iub" and outputs.ndim == 2 and outputs.shape[1] > 1:
         return "classes"
     if targets.dtype.kind == "f" and outputs.shape == targets.shape:

@@ -110,7 +110,7 @@ class SWA(_Average):
         self.start, self.every = start, every
 
     def after_step(self, moment: Moment) -> None:
-        """Take in the weights where a stretch ends."""
+        """Take in the weights where an interval ends."""
         if moment.reached(self.start) and moment.passed(self.every):
             self.take_in(moment, 1 / (self.count + 1))
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, check_run
 from manyhosts.units import Duration
 
 _A_LITTLE = 1e-9  # epochs are fractions of steps
@@ -55,7 +56,7 @@ class Moment:
         return by_epochs or (limit.steps is not None and self.step >= limit.steps)
 
     def passed(self, every: str) -> bool:
-        """Whether the step just done ends a stretch of `every`: each `"1 epoch"` or `"100 steps"`."""
+        """Whether the step just done ends an interval of `every`: each `"1 epoch"` or `"100 steps"`."""
         each = counted(every)
         pairs = ((each.steps, self.before[0], self.step), (each.epochs, self.before[1], self.epochs))
         return any(
@@ -93,6 +94,10 @@ class Callback:
 
     def prepare(self, model: nn.Module) -> Sequence[str]:
         """Change the model before it is placed. Returns the names of frozen parameters that are to be trained later."""
+        return ()
+
+    def frozen_for_a_while(self) -> Sequence[str]:
+        """After `prepare`: the names of parameters that are frozen, or trained, for a part of the run."""
         return ()
 
     def attach(self, moment: Moment) -> None:
@@ -134,6 +139,34 @@ _ARGUMENTS = {
 """What no callback does here, ours and those of others, by the name of its class."""
 
 
+_LIKE = 0.85
+"""How alike two names are of which one is the other mistyped."""
+
+
+def _check_methods(callback: Callback) -> None:
+    """See that none of its methods has almost the name of one that is called here.
+
+    Raises:
+        ConfigError: one has, and would never be called.
+    """
+    kind, known = type(callback), {name for name in vars(Callback) if not name.startswith("_")}
+    for name in dir(kind):
+        if name in known or name.startswith("_") or not callable(getattr(kind, name)):
+            continue
+        meant = get_close_matches(name, [each for each in known if each not in _own(kind)], n=1, cutoff=_LIKE)
+        if meant:
+            raise ConfigError(
+                f"callback {kind.__name__} has a method {name!r}, which nothing calls",
+                where="mh.Trainer(callbacks=…)",
+                fix=f"write def {meant[0]}(…), or, where it is not that, choose another name",
+            )
+
+
+def _own(kind: type[Callback]) -> set[str]:
+    """What a class of callbacks overrides."""
+    return {name for name in vars(Callback) if getattr(kind, name) is not getattr(Callback, name)}
+
+
 class Callbacks:
     """Those of one trainer, in order."""
 
@@ -166,6 +199,7 @@ class Callbacks:
                     fix='give one of them another: callback.name = "second"',
                 )
             self.by_name[name] = each
+            _check_methods(each)
         averaging = [name for name, each in self.by_name.items() if type(each).averages is not Callback.averages]
         if len(averaging) > 1:
             raise ConfigError(
@@ -183,10 +217,20 @@ class Callbacks:
         """Let each change the model before it is placed. Returns the parameters that are trained later, by name."""
         return {name for each in self.by_name.values() for name in each.prepare(model)}
 
+    def frozen_for_a_while(self) -> set[str]:
+        """Parameters that one of them freezes or thaws in the midst of the run, by name."""
+        return {name for each in self.by_name.values() for name in each.frozen_for_a_while()}
+
     def call(self, point: str, moment: Moment) -> None:
-        """Call the method `point` of each."""
-        for each in self.by_name.values():
-            getattr(each, point)(moment)
+        """Call the method `point` of each.
+
+        Raises:
+            ConfigError: one is no plain function, and did nothing.
+        """
+        for name, each in self.by_name.items():
+            found = getattr(each, point)(moment)
+            if found is not None:
+                check_run(found, what=f"{point} of callback {name!r}", where="mh.Trainer(callbacks=…)")
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each that has one, by name; the tensors are those in use."""

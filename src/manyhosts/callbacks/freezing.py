@@ -55,6 +55,10 @@ class Freeze(Callback):
                 parameter.requires_grad_(False)
         return self.found if self.until is not None else ()
 
+    def frozen_for_a_while(self) -> Sequence[str]:
+        """All that it finds, where it freezes later or thaws."""
+        return self.found if self.start is not None or self.until is not None else ()
+
     def begin(self, moment: Moment) -> None:
         """Freeze or thaw as it is to be at this moment."""
         freeze = self.start is None or moment.reached(self.start)

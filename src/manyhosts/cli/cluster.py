@@ -31,14 +31,14 @@ def cluster_option(command: Command) -> Command:
     )(command)
 
 
-def beside_table(context: click.Context, option: click.Parameter, typed: tuple[str, ...]) -> tuple[str, ...]:
+def with_table(context: click.Context, option: click.Parameter, typed: tuple[str, ...]) -> tuple[str, ...]:
     """The callback of an option that may be given several times: what the table says, then what is typed."""
     return (*context.meta.get(_TABLE, {}).get(option.name, ()), *typed)
 
 
 def target_options(help: str) -> Callable[[Command], Command]:
     """`-o`: options of the target, where the command line has options of its own."""
-    return click.option("-o", "options", multiple=True, metavar="K=V", callback=beside_table, help=help)
+    return click.option("-o", "options", multiple=True, metavar="K=V", callback=with_table, help=help)
 
 
 def _take(context: click.Context, _: click.Parameter, wanted: str | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import click
 
-from manyhosts.cli.cluster import beside_table, cluster_option, target_options
+from manyhosts.cli.cluster import cluster_option, target_options, with_table
 from manyhosts.cli.progress import Progress
 from manyhosts.cli.where import Where, pairs
 from manyhosts.cluster.findings import LEVELS, Finding, worst_first
@@ -56,7 +56,7 @@ def places(command: Callable[..., int]) -> Callable[..., int]:
     "--data",
     multiple=True,
     metavar="PATH",
-    callback=beside_table,
+    callback=with_table,
     help="A file or folder that all hosts must have alike.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -255,11 +255,11 @@ def _number(value: float) -> str:
 
 
 def _rendezvous(found: Examination) -> list[str]:
-    meeting = found.meeting
-    if "seconds" not in meeting:
+    rendezvous = found.rendezvous
+    if "seconds" not in rendezvous:
         return []
-    met, summed = seconds_in_words(meeting["seconds"]), f"{meeting['sum_s'] * 1e3:.3g} ms"
-    return ["", f"All {len(meeting['hosts'])} met within {met}; a sum of 1 MiB over them takes {summed}."]
+    met, summed = seconds_in_words(rendezvous["seconds"]), f"{rendezvous['sum_s'] * 1e3:.3g} ms"
+    return ["", f"All {len(rendezvous['hosts'])} met within {met}; a sum of 1 MiB over them takes {summed}."]
 
 
 def _finding(finding: Finding, *, colour: bool) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from manyhosts.cli import run_options
-from manyhosts.cli.cluster import beside_table, cluster_option, target_options
+from manyhosts.cli.cluster import cluster_option, target_options, with_table
 from manyhosts.cli.run_options import OPTION_OF, environment, measuring_options
 from manyhosts.cli.where import Where, pairs, variables_of
 from manyhosts.cluster.place import REHEARSED_GPUS
@@ -79,7 +79,7 @@ def _settings(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any
         for key, default in lines:
             click.echo(f"{key:<{width}}  {default}".rstrip())
         ctx.exit(0)
-    return beside_table(ctx, parameter, value)
+    return with_table(ctx, parameter, value)
 
 
 _ENV = "A variable that all workers get; NAME alone takes the value that it has here. Its value is shown nowhere."
@@ -139,7 +139,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     "--bring",
     multiple=True,
     metavar="PATH",
-    callback=beside_table,
+    callback=with_table,
     help="Data below this folder that hosts of ssh are to have: what one lacks is sent there, once.",
 )
 @click.option("--no-check", is_flag=True, help="Do not look at the hosts first; `manyhosts doctor` looks closer.")
@@ -159,7 +159,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     help="How large a worker's log grows before it becomes LOG.1 and another is begun; 0: no limit.",
 )
 @click.option("--no-prefix", is_flag=True, help="Show lines as they are, without the rank before them.")
-@click.option("--env", multiple=True, metavar="K[=V]", callback=beside_table, help=_ENV)
+@click.option("--env", multiple=True, metavar="K[=V]", callback=with_table, help=_ENV)
 @click.option(
     "--set",
     "settings",
@@ -301,7 +301,7 @@ def _job(words: Mapping[str, Any]) -> Job:
         show=_ranks(words["show"]),
         prefix=not words["no_prefix"],
         log_bytes=bytes_of(words["log_size"], where="--log-size"),
-        warm_s=_warm_s(here=here) if words["warm"] else 0.0,
+        warm_s=_warm_s(where.target_or(hosts)) if words["warm"] else 0.0,
         hang_timeout_s=words["hang_timeout"],
         head_timeout_s=words["head_timeout"],
         ports=words["ports"],
@@ -315,7 +315,7 @@ def _job(words: Mapping[str, Any]) -> Job:
         environment=_environment(words, {**overrides.to_environment(changed), **measuring}),
         overrides=changed,
         for_trainer=tuple(OPTION_OF[variable] for variable in measuring),
-        preload=scripts.preload(words["script"], kind, own=_TRAINING),
+        preload=scripts.preload(words["script"], kind, own=_TRAINING, settings=changed),
         uses_manyhosts=scripts.uses_manyhosts(words["script"], kind),
     )
     scripts.check_run_dir(job)
@@ -331,16 +331,17 @@ def _environment(words: Mapping[str, Any], settings: Mapping[str, str]) -> dict[
     return {**given, **named, **settings, **unasked, **rehearsed}
 
 
-def _warm_s(*, here: bool) -> float:
+def _warm_s(target: str) -> float:
     """How long what workers are forked from stays.
 
     Raises:
-        ConfigError: it cannot stay here.
+        ConfigError: it cannot stay there.
     """
-    if not here or not warm.IS_POSSIBLE:
-        what = "this run is on other hosts" if not here else "this system has no names of sockets without a file"
+    if target not in ("local", "ssh") or not warm.IS_POSSIBLE:
+        of_engine = f"{target} ends what a run has started"
+        what = of_engine if warm.IS_POSSIBLE else "this system has no names of sockets without a file"
         raise ConfigError(
-            f"--warm keeps a process on this machine for the next run here, and {what}",
+            f"--warm keeps a process on each host for the next run there, and {what}",
             where="--warm",
             fix="leave it out",
         )

@@ -1,4 +1,4 @@
-"""`manyhosts runs`: what runs there are, how they stand, what they have cost, and the best that came out."""
+"""`manyhosts runs`: what runs there are, their state, what they have cost, and the best that came out."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Group:
     number: int
     """Counts the groups of a run."""
     key: str
-    """The key under which the workers of this group, and no others, meet at the store."""
+    """The key of the rendezvous of this group, and no other, in the store."""
     rank: int
     size: int
     local_rank: int
@@ -149,7 +149,7 @@ class Membership:
 
     @property
     def change_asked(self) -> bool:
-        """Whether the workers are to meet after this step: somebody waits to join them, or the head is gone."""
+        """Whether the workers are to regroup after this step: somebody waits to join them, or the head is gone."""
         return self.headless or self._to_change == self.group
 
     @property

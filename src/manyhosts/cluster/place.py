@@ -27,7 +27,7 @@ class Place:
     local_size: int = 1
     node_rank: int = 0
     head_address: str = ""
-    """Where the store is that the workers meet at."""
+    """The address of the store of the workers' rendezvous."""
     head_port: int = 0
     restart: int = 0
     """How often the workers were started again."""
@@ -85,8 +85,8 @@ class Place:
         address = variables.get("MASTER_ADDR", first_host)
         if not address:
             raise ConfigError(
-                f"this is rank {rank} of {size} that mpirun has started on several hosts, which does not say where"
-                " they meet",
+                f"this is rank {rank} of {size} that mpirun has started on several hosts, which does not give the"
+                " address of rank 0",
                 where="environment",
                 fix="start it with `manyhosts run --on mpi --hosts a,b`, or give mpirun -x MASTER_ADDR=HOST-OF-RANK-0",
             )
@@ -109,7 +109,7 @@ def _first_of(nodes: str) -> str:
 
 
 def _port_of(job: str) -> int:
-    """The port at which the ranks of `job` meet: all reckon the same one, and two jobs seldom share one."""
+    """The port of the rendezvous of the ranks of `job`: all reckon the same one, and two jobs seldom share one."""
     return 15_000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4]) % 15_000  # below what systems hand out
 
 

@@ -30,6 +30,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+IN_PARTS = "apart"
+"""The field that says that workers hold parts of a model, or train together in other ways."""
 VARIABLE = "MANYHOSTS_AGENT"
 """Names the agent's socket in the environment of a worker."""
 

@@ -1,6 +1,6 @@
 """A worker's questions to the store that the head keeps, over the socket of its agent.
 
-One connection for each group of workers that meet, one JSON object per line. A question is
+One connection for each group of workers, one JSON object per line. A question is
 
     {"store": do, "id": n, "fields": {"group": [start, group], …}}
 
@@ -32,7 +32,7 @@ from typing import Any
 from manyhosts.cluster import reports
 
 PORT = "MANYHOSTS_STORE"
-"""The port of the TCPStore that the workers may meet at, also where a script has chosen another for processes of its
+"""The port of the TCPStore that the workers may use, also where a script has chosen another for processes of its
 own."""
 SHUT = "MANYHOSTS_STORE_IS_SHUT"
 """Set where that port is opened only when a worker has asked for it."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.norm_kernels import kernels_for, wide
-from manyhosts.communication.shared_norm import check_values, prepare
+from manyhosts.communication.shared_norm import check_values, prepare, running_of
 from manyhosts.communication.shared_rows import SharedRows, among
 from manyhosts.errors import ConfigError
 
@@ -47,7 +47,7 @@ class GlobalBatch:
         self._rows: SharedRows | None = None
 
     def begin_step(self, samples: int) -> None:
-        """A step of so many samples begins: see that all workers will meet in the same layers. All of them call this.
+        """A step of so many samples begins: see that all workers exchange in the same layers. All of them call this.
 
         Modes are the host's, so GPUs of one host compare them in its memory. Not those of several: what travels over
         the wire comes by way of a device, for which the host would wait in every step.
@@ -72,7 +72,7 @@ class GlobalBatch:
             "and in training mode on the others, which would wait for it",
             where=f"the model on rank {ranks[0]}",
             fix="call eval() and train() on every worker in the same step: in a callback, not in a listener, which is "
-            "called on the leader alone",
+            "called on rank 0 alone",
         )
 
     def stack(self, row: Tensor) -> Tensor:
@@ -91,9 +91,10 @@ class GlobalBatch:
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum of what all workers have, in the order of their ranks on CPUs, however it travels."""
-        if self.members.device.type != "cpu":
-            return self.members.all_reduce(own, confirmed=False)
-        return self.stack(own.view(-1)).sum(0).view_as(own)
+        in_order = self.members.device.type == "cpu"
+        return (
+            self.stack(own.view(-1)).sum(0).view_as(own) if in_order else self.members.all_reduce(own, confirmed=False)
+        )
 
     def _shared(self) -> SharedRows | None:
         """What these workers share; made again, by all of them together, where they have changed."""
@@ -125,7 +126,7 @@ class GlobalBatch:
 
 
 class Exchange(Protocol):
-    """How workers tell each other the statistics of a layer."""
+    """How workers exchange the statistics of a layer."""
 
     ghost: bool
 
@@ -148,16 +149,14 @@ def normalise_over(exchange: Exchange, layer: nn.modules.batchnorm._BatchNorm, i
 
 @torch.no_grad()
 def _track(layer: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    assert layer.running_mean is not None, "tracking without running_mean"
-    assert layer.running_var is not None, "tracking without running_var"
-    assert layer.num_batches_tracked is not None, "tracking without num_batches_tracked"
-    layer.num_batches_tracked.add_(1)
+    running_mean, running_var, steps = running_of(layer)
+    steps.add_(1)
     unbiased = variance * (count / (count - 1).clamp(min=1))
-    for running, value in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+    for running, value in ((running_mean, mean), (running_var, unbiased)):
         if layer.momentum is not None:
             running.lerp_(value.to(running.dtype), layer.momentum)
         else:  # the mean over all steps; their number is not read, since that would be to wait for a GPU
-            running.lerp_(value.to(running.dtype), layer.num_batches_tracked.double().reciprocal().to(running.dtype))
+            running.lerp_(value.to(running.dtype), steps.double().reciprocal().to(running.dtype))
 
 
 class _Normalise(torch.autograd.Function):
@@ -165,7 +164,7 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: Exchange
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        kernels = kernels_for(x.device)
+        kernels = kernels_for(x)
         channels = x.shape[1]
         mean, variance = kernels.statistics(x, eps)
         row = torch.cat([mean, variance, mean.new_full((1,), x.numel() // channels)])
@@ -195,7 +194,7 @@ class _Normalise(torch.autograd.Function):
         own = own.zero_() if ctx.ghost else own
         total = ctx.batch.sum(own)
         return (
-            torch.zeros_like(x) if ctx.ghost else backward.to_input(weight, total, counts.view(-1)),
+            torch.zeros_like(x) if ctx.ghost else backward.to_input(total, counts.view(-1)),
             None if weight is None else to_weight.to(weight.dtype),
             None if bias is None else to_bias.to(bias.dtype),
             None,

@@ -1,7 +1,7 @@
 """Gradients summed over the workers in buckets that leave while the backward pass still runs.
 
 Parameters are packed into buckets in the order in which their gradients become ready, found in the first backward pass
-and then fixed for all workers by the leader. A bucket whose last gradient has come is sent at once, in bucket order, so
+and then fixed for all workers by rank 0. A bucket whose last gradient has come is sent at once, in bucket order, so
 that every worker sends the same things in the same order whatever its own backward pass did. A parameter that a worker
 did not use counts as zero; one that no one used keeps no gradient, as in one process: each bucket carries one number
 per parameter that says how many workers used it.
@@ -35,7 +35,7 @@ from manyhosts.communication.packing import ReadyOrder, packed
 class Bucket:
     """Parameters whose gradients travel together, one after the other in `buffer`.
 
-    Where there is a compression, the parameters that go through it stand first.
+    Where there is a compression, the parameters that go through it come first.
     """
 
     number: int
@@ -116,11 +116,9 @@ class GradientBuckets(Buckets):
         self.packed_order = order
         self.place_of: list[tuple[Bucket, Tensor]] = []  # the buckets before these are gone before there are new ones
         self.buckets: list[Bucket] = []
-        place_of: dict[nn.Parameter, tuple[Bucket, Tensor]] = {}
         for group in packed(self.parameters, order, bucket_bytes=self.bucket_bytes):
-            bucket = self._made(group)
-            self.buckets.append(bucket)
-            place_of.update({parameter: (bucket, view) for parameter, view in bucket.places})
+            self.buckets.append(self._made(group))
+        place_of = {parameter: (bucket, view) for bucket in self.buckets for parameter, view in bucket.places}
         self.place_of = [place_of[parameter] for parameter in self.parameters]
         if self.compressor is not None:
             self.compressor.lay_out(
@@ -155,11 +153,11 @@ class GradientBuckets(Buckets):
         self.compressor = compressor
         self._pack(self.packed_order)
 
-    def meet(self, source: int, world: Collectives | None = None) -> None:
+    def resync(self, source: int, world: Collectives | None = None) -> None:
         """The workers have changed, or are those of `world` from now on: pack as worker `source` of them does."""
         if world is not None:
             self.world = self.order.world = world
-        self._pack(self.order.meet(source))
+        self._pack(self.order.resync(source))
 
     def rest(self) -> None:
         """See `Buckets`."""
@@ -190,10 +188,8 @@ class GradientBuckets(Buckets):
                 self._pack(self.packed_order)
             pack(self.buckets[0].packed, self.packed_metadata, self.world.rank)
         for bucket in self.buckets:
-            bucket.missing = len(bucket.places)
-            bucket.work = None
-        self.sent = 0
-        self.first_left = 0.0
+            bucket.missing, bucket.work = len(bucket.places), None
+        self.sent, self.first_left = 0, 0.0
         """When the first bucket was sent, by the host's clock."""
         self.armed = True
 
@@ -213,10 +209,8 @@ class GradientBuckets(Buckets):
                 check_dense(parameter.grad)
                 raise
             parameter.grad = view  # the gradients of further micro-batches are added to it there
-        if not self.armed:
-            return
-        if self.order.seen is not None or number in self.order.in_parts:
-            return  # it is not known to be complete before the pass is over
+        if not self.armed or self.order.seen is not None or number in self.order.in_parts:
+            return  # or it is not known to be complete before the pass is over
         bucket.missing -= 1
         while self.sent < len(self.buckets) and self.buckets[self.sent].missing <= 0:
             self._send(self.buckets[self.sent])
@@ -272,7 +266,7 @@ class GradientBuckets(Buckets):
                 parameter.grad = view
 
     def _pack_anew(self, order: Sequence[int]) -> None:
-        """Make the buckets once more, with the sums of this step in them; the ones before are gone then."""
+        """Make the buckets again, with the sums of this step in them; the ones before are gone then."""
         gradients = [parameter.grad for parameter in self.parameters]
         self._pack(order)
         for parameter, gradient, (_, view) in zip(self.parameters, gradients, self.place_of, strict=True):

@@ -1,6 +1,6 @@
-"""A `torch.distributed.Store` whose values the head keeps: workers meet over the channel of their agents.
+"""A `torch.distributed.Store` whose values the head keeps: a rendezvous over the channel of their agents.
 
-No one else can read or change what they tell each other there, and no port is opened for it. `docs/decisions/0060` says
+No one else can read or change what they exchange there, and no port is opened for it. `docs/decisions/0060` says
 for which groups it is used.
 """
 
@@ -18,7 +18,7 @@ from manyhosts.cluster.store_line import StoreGone, StoreLine, StoreTimeout
 
 
 class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch names it public all the same
-    """What one group of workers meets at. Code that uses it in a process group has to keep it: C++ calls these methods.
+    """The rendezvous of one group of workers. Code that uses it in a process group keeps it: C++ calls these methods.
 
     A worker of Gloo asks for the address of each worker by itself, twice: to wait for it, and to have it. Where it is
     known how many there are (`expecting`), the first such question is one for all of them, and the others are answered
@@ -33,8 +33,8 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         super().__init__()
         self._line, self._timeout = line, timeout
         self._clones: list[ChannelStore] = []
-        self._size = 0
-        """How many workers the group has that is being made; 0 where it is not known."""
+        self._expected = [0]
+        """How many workers the group has that is being made, for the clones, too; 0 where it is not known."""
         self._sizes: dict[str, int] = {}
         """How many workers put something at a name that begins so, and ends in their rank: this one has, too."""
         self._known: dict[str, bytes] = {}
@@ -47,20 +47,17 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
     def clone(self) -> ChannelStore:
         """The same values, for C++ to use, too."""
         self._clones.append(ChannelStore(self._line, self._timeout))
-        self._clones[-1]._size = self._size
+        self._clones[-1]._expected = self._expected
         return self._clones[-1]
 
     @contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """While a group of `size` workers is made that meets here."""
-        self._size = size
-        for each in self._clones:
-            each._size = size
+        """While a group of `size` workers is made through this store."""
+        self._expected[0] = size
         try:
             yield
         finally:
-            for each in (self, *self._clones):
-                each._size = 0
+            self._expected[0] = 0
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long `get` and `wait` wait from now on."""
@@ -73,8 +70,8 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
     def set(self, key: str, value: bytes | str) -> None:
         """Put `value` there, in place of what was there."""
-        if self._size and (begin := _before_rank(key)):
-            self._sizes[begin] = self._size
+        if self._expected[0] and (begin := _before_rank(key)):
+            self._sizes[begin] = self._expected[0]
         self._ask("set", values={key: _text(value)})
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
@@ -108,8 +105,7 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Put `desired` there if `expected` is there, or nothing while that is empty. Returns what is there then."""
-        found = self._ask("compare_set", name=key, expected=_text(expected), desired=_text(desired))
-        return b64decode(found)
+        return b64decode(self._ask("compare_set", name=key, expected=_text(expected), desired=_text(desired)))
 
     def append(self, key: str, value: bytes | str) -> None:
         """Put `value` after what is there."""
@@ -139,10 +135,10 @@ class ChannelStore(dist.Store):  # type: ignore[name-defined,misc]  # torch name
         try:
             return self._line.ask(do, (timeout or self._timeout).total_seconds(), **fields)
         except StoreGone as gone:
-            raise dist.DistStoreError(f"the workers that were to meet are not all there any more: {gone}") from gone
+            raise dist.DistStoreError(f"some workers of this group are gone: {gone}") from gone
         except StoreTimeout as late:
             awaited = ", ".join(fields.get("names", ())) or fields.get("begin", do)
-            raise dist.DistStoreError(f"workers did not come to meet: {late} ({awaited})") from late
+            raise dist.DistStoreError(f"workers did not come to the rendezvous: {late} ({awaited})") from late
 
 
 def _before_rank(key: str) -> str:

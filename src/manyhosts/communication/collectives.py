@@ -29,6 +29,10 @@ class Collectives(ABC):
     """`size` workers, of which this is number `rank`. With one nothing is sent, and no group is needed."""
 
     device: torch.device
+    timeout_s: float
+    """How long they wait for each other."""
+    world: Collectives
+    """All workers, where these are some of them: what is sent and waited for counts there, and is over there."""
 
     @property
     @abstractmethod
@@ -42,46 +46,43 @@ class Collectives(ABC):
 
     @property
     @abstractmethod
-    def is_broken(self) -> bool:
-        """Whether the present group was aborted, so that no exchange in it would come to an end."""
-
-    @property
-    @abstractmethod
     def process_group(self) -> dist.ProcessGroup | None:
         """That of these workers; None for the default one, and where there is but one worker."""
 
     @property
-    @abstractmethod
-    def group(self) -> object:
-        """What is another object whenever the workers have changed."""
+    def is_broken(self) -> bool:
+        """Whether the present group was aborted, so that no exchange in it would come to an end."""
+        return self.world.is_broken
 
     @property
-    @abstractmethod
+    def group(self) -> object:
+        """What is another object whenever the workers have changed."""
+        return self.world.group
+
+    @property
     def is_on_one_host(self) -> bool:
-        """Whether all of them are known to be on one host."""
+        """Whether all workers are known to be on one host."""
+        return self.world.is_on_one_host
 
-    timeout_s: float
-    """How long they wait for each other."""
-
-    @abstractmethod
     def count_waited(self, seconds: float) -> None:
         """Count so many seconds as waited for others."""
+        self.world.count_waited(seconds)
 
-    @abstractmethod
     def count_sent(self, payload: int) -> None:
         """Count so many bytes as put on the wire."""
+        self.world.count_sent(payload)
 
-    @abstractmethod
     def confirm(self) -> None:
         """See that all exchanges that were asked for so far came to their end; see `World.confirm`."""
+        self.world.confirm()
 
-    @abstractmethod
     def wait(self, work: Work, *, confirmed: bool = True) -> None:
         """Wait for what a call that begins with `start_` began. On a GPU it is the stream that waits, not this thread.
 
         `confirmed`: see that the exchange came to its end. What only goes into a later one, which is confirmed, need
         not be.
         """
+        self.world.wait(work, confirmed=confirmed)
 
     def all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, confirmed: bool = True
@@ -124,15 +125,11 @@ class Collectives(ABC):
             device.wait_for(self.device)
 
     def agree(self, value: float) -> float:
-        """The leader's `value`, on every worker: for decisions that must fall alike, such as a limit on time."""
-        if self.size == 1:
-            return value
+        """Rank 0's `value`, on every worker: for decisions that must fall alike, such as a limit on time."""
         return float(self.broadcast(torch.tensor([value], dtype=torch.float64, device=self.device)).item())
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on at least one worker."""
-        if self.size == 1:
-            return flag
         return bool(self.all_reduce(torch.tensor([float(flag)], device=self.device), dist.ReduceOp.MAX).item())
 
     def stack(self, tensor: Tensor, *, confirmed: bool = True) -> Tensor:
@@ -142,9 +139,8 @@ class Collectives(ABC):
         """
         if self.size == 1:
             return tensor[None]
-        self.count_sent(volume.all_gather_bytes(tensor.nbytes, self.size))
         stacked = tensor.new_empty((self.size, *tensor.shape))
-        self.wait(gather_rows(stacked, tensor.contiguous(), self.process_group), confirmed=confirmed)
+        self.wait(self.start_gather(stacked, tensor.contiguous()), confirmed=confirmed)
         return stacked
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

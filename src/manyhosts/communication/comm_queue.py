@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import torch
 
 from manyhosts import device
 from manyhosts.communication.link import Link
-from manyhosts.communication.nodes import find_levels, make_link
+from manyhosts.communication.nodes import find_levels, link_among, make_link
 from manyhosts.communication.world import World
 from manyhosts.errors import CommunicationError
 
@@ -55,9 +55,14 @@ class QueuedExchange:
 class CommQueue:
     """Runs jobs in the order in which they are handed in, which must be the same on all workers."""
 
-    def __init__(self, world: World, *, by_node: bool = False) -> None:
-        """`by_node`: let jobs exchange inside a node and between nodes apart, where there are such."""
-        self.world, self.by_node = world, by_node
+    def __init__(
+        self, world: World, *, by_node: bool = False, among: Callable[[], Sequence[tuple[int, ...]]] | None = None
+    ) -> None:
+        """`by_node`: let jobs exchange inside a node and between nodes separately, where there are such.
+
+        `among`: gives the ranks of those that exchange, where they are not all.
+        """
+        self.world, self.by_node, self.among = world, by_node, among
         self.links: list[Link] = []
         self._queues: list[SimpleQueue[tuple[Job, QueuedExchange] | None]] = []
         self._threads: list[threading.Thread] = []
@@ -76,16 +81,19 @@ class CommQueue:
         self.close()
         self._made_for = world.group
         levels = find_levels(world) if self.by_node else None
-        if device.is_asynchronous(world.device):
+        is_asynchronous = device.is_asynchronous(world.device)
+        self.links = [
+            make_link(world, levels) if self.among is None else link_among(world, self.among())
+            for _ in range(1 if is_asynchronous else QUEUES_ON_CPU)
+        ]
+        if is_asynchronous:
             self._stream = device.module(world.device).Stream(world.device)
-            self.links = [make_link(world, levels)]
             return
-        for _ in range(QUEUES_ON_CPU):
-            self.links.append(make_link(world, levels))
+        for link in self.links:
             queue: SimpleQueue[tuple[Job, QueuedExchange] | None] = SimpleQueue()
             self._queues.append(queue)
             thread = threading.Thread(
-                target=_work, args=(queue, self.links[-1]), name="manyhosts-communication queue", daemon=True
+                target=_work, args=(queue, link), name="manyhosts-communication queue", daemon=True
             )
             self._threads.append(thread)
             thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -23,16 +24,18 @@ def gathered(tensor: DTensor) -> Tensor:
 class DTensors(Holding):
     """A `Holding` where what is cut is a DTensor, and what is not is complete on every worker."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        """`mesh`: the workers. Those that stand along `replicate` hold the same, also where no DTensor says so."""
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, *, alike: Sequence[str] = AXES) -> None:
+        """`mesh`: the workers. Those along an axis of `alike` hold the same, where no DTensor says otherwise."""
+        self.mesh, self.alike = mesh, alike
 
     def part(self, tensor: Tensor) -> Tensor | TensorPart:
         """This worker's block of a DTensor; of blocks that several hold the first of them gives it."""
         if not isinstance(tensor, DTensor):
             return tensor
         block, known = self.block(tensor), tensor.device_mesh.mesh_dim_names or ()
-        if not any(self.mesh.coordinate(axis) for axis in AXES if axis not in known) and not any(self._copies(tensor)):
+        if not any(self.mesh.coordinate(axis) for axis in self.alike if axis not in known) and not any(
+            self._copies(tensor)
+        ):
             return block
         return TensorPart(block.local.new_empty((0,) * block.local.dim()), (0,) * block.local.dim(), block.shape)
 

@@ -50,7 +50,7 @@ def gather_lists(world: Collectives, tensors: Sequence[Tensor]) -> list[list[Ten
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one device as one of bytes, shape (bytes,) uint8, which `parted` takes apart.
+    """Tensors of one device as one of bytes, shape (bytes,) uint8, which `parted` splits again.
 
     Raises:
         ValueError: a tensor has more than 8 dims, or a dtype that cannot travel.
@@ -85,10 +85,10 @@ def gather_words(world: Collectives, word: str) -> list[str]:
 
 
 def gather_plain(world: Collectives, own: Any, error: errors.ManyhostsError | None = None) -> list[Any]:
-    """What every worker tells, by rank, on every worker: plain values, as JSON has them.
+    """What every worker sends, by rank, on every worker: plain values, as JSON has them.
 
     Raises:
-        ManyhostsError: the first `error` that a worker tells in place of a value, on all workers alike.
+        ManyhostsError: the first `error` that a worker sends in place of a value, on all workers alike.
     """
     reported: list[Any] = [own]
     if error is not None:

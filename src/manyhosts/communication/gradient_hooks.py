@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from manyhosts.errors import ConfigError
 
@@ -23,11 +23,9 @@ class Buckets(ABC):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         reference = weakref.ref(self)
-        handles = [
-            parameter.register_post_accumulate_grad_hook(_teller(reference, number))
-            for number, parameter in enumerate(self.parameters)
-        ]
-        weakref.finalize(self, _forget, handles).atexit = False
+        for number, parameter in enumerate(self.parameters):
+            hook = parameter.register_post_accumulate_grad_hook(partial(_notify, reference, number))
+            weakref.finalize(self, hook.remove).atexit = False
 
     @abstractmethod
     def ready(self, number: int, parameter: Tensor) -> None:
@@ -46,18 +44,9 @@ class Buckets(ABC):
             raise
 
 
-def _teller(reference: weakref.ref[Buckets], number: int) -> Callable[[Tensor], None]:
-    def tell(parameter: Tensor) -> None:
-        buckets = reference()
-        if buckets is not None:
-            buckets.ready(number, parameter)
-
-    return tell
-
-
-def _forget(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _notify(reference: weakref.ref[Buckets], number: int, parameter: Tensor) -> None:
+    if (buckets := reference()) is not None:
+        buckets.ready(number, parameter)
 
 
 def move(views: list[Tensor], gradients: list[Tensor]) -> None:

@@ -13,13 +13,11 @@ from torch import Tensor
 
 def gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
     """Begin to fill `rows`, shape (workers, …), with what every worker of `group` has in `own`; both contiguous."""
-    work: dist.Work
     if rows.is_cpu:  # Gloo wants each row by itself
-        work = dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=True)
-        return work
-    # A list would be filled by way of a copy. PyTorch 2.13 has given the function another name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work = gather(rows.view(-1), own.view(-1), group=group, async_op=True)
+        work: dist.Work = dist.all_gather(list(rows.unbind(0)), own, group=group, async_op=True)
+    else:  # a list would be filled by way of a copy; PyTorch 2.13 has given the function another name
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(rows.view(-1), own.view(-1), group=group, async_op=True)
     return work
 
 

@@ -1,13 +1,14 @@
 """How the tensors of a user's model lie in memory, and how they travel whatever that is.
 
 A collective reads and writes as many bytes as a tensor has elements, one after another from its first one. So it must
-never be given a tensor whose elements lie apart, in another order or on top of each other: a slice, a transposed
-matrix, an expanded row. Nor does Gloo know every dtype. What is given to it here are contiguous bytes.
+never be given a tensor whose elements have gaps between them, are in another order or on top of each other: a slice, a
+transposed matrix, an expanded row. Nor does Gloo know every dtype. What is given to it here are contiguous bytes.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +18,12 @@ from manyhosts.communication.world import World
 
 _TOGETHER_BYTES = 1 << 20
 """Smaller tensors travel in one message of about so many bytes: each message costs a round trip."""
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether PyTorch keeps `tensor` in parts as a DTensor. What makes none does not load their module: 0.5 s."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def memory_order(tensor: Tensor) -> list[int] | None:
@@ -77,6 +84,13 @@ def without_repeats(tensor: Tensor) -> Tensor:
         if size > 1 and tensor.stride(dim) == 0:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+@torch.no_grad()
+def put_flat(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the numbers of `flat`, one after another, into `tensors`, which have as many together."""
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ class Link:
         self.inside: Link | None = None
         """The link to those of this worker's node, where there are several nodes of several workers each."""
         self.across: Link | None = None
-        """Then: the link to those that stand in this worker's place on the other nodes."""
+        """Then: the link to those in this worker's place on the other nodes."""
         self.bytes_sent = 0
         """By this worker through this link, all in all: see `communication.volume`."""
 

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from manyhosts.cluster.membership import PartOfCopy
-from manyhosts.communication.collectives import Collectives, Work
+from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
 
@@ -53,6 +54,8 @@ class Mesh:
         """
         self.world = world
         self._fixed = {"shard": shard, "tensor": tensor, "pipe": pipe}
+        self.is_cut_twice = shard > 1 < tensor
+        """Whether a copy is cut along two axes; one of them may be of a single worker."""
         self._made_for: object = None
         self._along: dict[tuple[str, ...], Members] = {}
         self._both: DeviceMesh | None = None
@@ -65,14 +68,12 @@ class Mesh:
             ConfigError: the workers of now do not fill the mesh.
         """
         fixed, workers = self._fixed, self.world.size
-        for axis, size in fixed.items():
-            if size < 1:
-                raise ConfigError(
-                    f"{axis} is {size}, but an axis of the mesh has at least one worker",
-                    where=f"strategy({axis}=…)",
-                    fix="set it to 1 or more",
-                )
-        block = math.prod(fixed.values())
+        if min(fixed.values()) < 1:
+            sizes = ", ".join(f"{axis} is {size}" for axis, size in fixed.items() if size < 1)
+            raise ConfigError(
+                f"{sizes}, but an axis of the mesh has at least one worker", where="strategy", fix="set it to 1 or more"
+            )
+        block = self.parts
         if self._comes_late:
             workers = block
         if workers % block:
@@ -86,7 +87,7 @@ class Mesh:
 
     @property
     def _comes_late(self) -> bool:
-        return self.world.apart and self.world.part is not None
+        return self.world.is_joining and self.world.part is not None
 
     @contextmanager
     def stood_in_for(self) -> Iterator[None]:
@@ -96,7 +97,7 @@ class Mesh:
             return
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=math.prod(self._fixed.values()))
+        dist.init_process_group("fake", store=FakeStore(), rank=self._rank, world_size=self.parts)
         try:
             yield
         finally:
@@ -104,21 +105,28 @@ class Mesh:
 
     def place(self, plan: Mapping[str, Any]) -> PartOfCopy:
         """This worker's place in its copy. `plan`: how the model is cut, in plain values."""
-        own, parts = self._coordinates(self._rank), math.prod(self._fixed.values())
-        part = 0
+        own, part = self._coordinates(self._rank), 0
         for axis, size in self._shape().items():
             part = part * size + own[axis] if axis in self._fixed else part
-        return PartOfCopy(part=part, parts=parts, parts_first=self._fixed["pipe"] > 1, plan=plan)
+        return PartOfCopy(part=part, parts=self.parts, parts_first=self._fixed["pipe"] > 1, plan=plan)
 
     @property
     def _rank(self) -> int:
         part = self.world.part
-        return part.part if part is not None and self.world.apart else self.world.rank
+        return part.part if part is not None and self.world.is_joining else self.world.rank
+
+    @property
+    def parts(self) -> int:
+        """How many workers hold one copy of the model together."""
+        return math.prod(self._fixed.values())
+
+    def any_part(self, own: bool) -> bool:
+        """Whether that is so of any part of the model: all workers call this. One's `own` is all, where it is uncut."""
+        return own if self.parts == 1 else self.world.any(own)
 
     def size(self, *axes: str) -> int:
-        """How many workers stand along these axes together; along none of them 1."""
-        shape = self._shape()
-        return math.prod(shape[axis] for axis in axes)
+        """How many workers there are along these axes together; along none of them 1."""
+        return math.prod(map(self._shape().__getitem__, axes))
 
     def coordinate(self, axis: str) -> int:
         """This worker's number along one axis, from 0."""
@@ -154,18 +162,20 @@ class Mesh:
         wanted = tuple(axis for axis in AXES if axis in axes)
         assert len(wanted) == len(axes), f"axes are {AXES}, each named once, got {axes}"
         if self.size(*wanted) == self.world.size and not self._comes_late:
-            return self.world  # and no group is held: to let go of one that broke may take as long as what broke it
+            return self.world  # and no group is kept: to let go of one that broke may take as long as what broke it
         self.members(wanted)
         return Along(self.world, partial(self.members, wanted))
 
     def members(self, wanted: tuple[str, ...]) -> Members:
-        """Those along `wanted`, in the order of `AXES`. Where no groups are made, that of the world is not held."""
+        """Those along `wanted`, in the order of `AXES`. Where no groups are made, that of the world is not kept."""
         size = self.size(*wanted)
         if self._comes_late or size == 1:
             return (self.world.rank,), None
         if size == self.world.size:
             return tuple(range(size)), None
         if self._made_for is not self.world.group:
+            # To let go of a group that broke in the midst of a sum takes as long as that sum: no worker waits for it.
+            Thread(target=self._along.clear, daemon=True).start()
             self._made_for, self._along = self.world.group, {}
         if wanted not in self._along:
             self._along[wanted] = self.world.new_groups(self.groups(*wanted))
@@ -193,15 +203,13 @@ class Mesh:
         from torch.distributed.device_mesh import DeviceMesh
 
         wanted = tuple(axis for axis in AXES if axis in axes)
-        both = tuple(axis for axis in ("shard", "tensor") if self._fixed[axis] > 1)
-        if len(wanted) == 1 and wanted[0] in both and len(both) > 1:
-            self._both = self._both or self.device_mesh(*both)
+        if self.is_cut_twice and wanted in (("shard",), ("tensor",)):
+            self._both = self._both or self.device_mesh("shard", "tensor")
             return self._both[wanted[0]]
         ranks = torch.tensor(self.peers(*wanted)).view([self.size(axis) for axis in wanted])
         groups = [self.group(axis) for axis in wanted]
-        if len(wanted) == 1:
-            return DeviceMesh.from_group(groups[0], self.world.device.type, mesh_dim_names=wanted)
-        return DeviceMesh.from_group(groups, self.world.device.type, mesh=ranks, mesh_dim_names=wanted)
+        given, rows = (groups[0], None) if len(wanted) == 1 else (groups, ranks)
+        return DeviceMesh.from_group(given, self.world.device.type, mesh=rows, mesh_dim_names=wanted)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """A process group along one axis, also where one worker is there alone."""
@@ -221,7 +229,7 @@ class Along(Collectives):
 
     def __init__(self, world: World, members: Callable[[], Members]) -> None:
         """`members`: gives those of now."""
-        self.world, self.members, self.device = world, members, world.device
+        self.world, self.members, self.device, self.timeout_s = world, members, world.device, world.timeout_s
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -242,39 +250,3 @@ class Along(Collectives):
     def process_group(self) -> dist.ProcessGroup | None:
         """Theirs; None where this worker is alone, or they are all."""
         return self.members()[1]
-
-    @property
-    def group(self) -> object:
-        """See `World.group`."""
-        return self.world.group
-
-    @property
-    def is_on_one_host(self) -> bool:
-        """See `World.is_on_one_host`."""
-        return self.world.is_on_one_host
-
-    @property
-    def timeout_s(self) -> float:  # type: ignore[override]  # the world's own, which is never set here
-        """See `World`."""
-        return self.world.timeout_s
-
-    def count_waited(self, seconds: float) -> None:
-        """See `World.count_waited`."""
-        self.world.count_waited(seconds)
-
-    def count_sent(self, payload: int) -> None:
-        """Count so many bytes as put on the wire."""
-        self.world.count_sent(payload)
-
-    @property
-    def is_broken(self) -> bool:
-        """See `World.is_broken`."""
-        return self.world.is_broken
-
-    def confirm(self) -> None:
-        """See `World.confirm`."""
-        self.world.confirm()
-
-    def wait(self, work: Work, *, confirmed: bool = True) -> None:
-        """See `World.wait`."""
-        self.world.wait(work, confirmed=confirmed)

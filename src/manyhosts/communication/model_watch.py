@@ -5,19 +5,20 @@ it, without a look at the values. What is written through `.data` does not show,
 first steps, and now and then. In the same steps it is seen whether the forward pass wrote into parameters. BatchNorm's
 running values are no affair of this: the code that computes sees to them.
 
-Two numbers per worker tell whether all workers have the same: a checksum h and its square, of which the sums over n
+Two numbers per worker show whether all workers have the same: a checksum h and its square, of which the sums over n
 workers are S and T. All checksums are equal where n T = S² (Cauchy-Schwarz), and the numbers are small enough for
 float64 to hold each exactly. They travel with others that are summed anyway, so as long as all is well nothing is sent
-for it. Where it is not, the workers tell each other the checksum of every buffer.
+for it. Where it is not, the workers send each other the checksum of every buffer.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,41 +32,26 @@ from manyhosts.errors import ConfigError
 
 _BITS = 20
 """Of the checksum that is summed: its square over some thousand workers is exact in float64."""
-_PARAMETER, _IS_TRAINED = itemgetter(1), attrgetter("requires_grad")
 _FIRST_STEPS, _EVERY_STEPS = 4, 64
 """In which the values are looked at."""
 _NORM = ("running_mean", "running_var", "num_batches_tracked")
+_PARAMETER, _IS_TRAINED = itemgetter(1), attrgetter("requires_grad")
 
 
-class TensorOwner(Protocol):
-    """What a module keeps its tensors in."""
-
-    def get(self, name: str, /) -> Any:
-        """That of this name, if there is one."""
-
-
-class _OfScript:
-    """That of a scripted module, which is no dictionary of Python's."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def get(self, name: str) -> Any:
-        """See `TensorOwner`."""
-        return getattr(self.module, name, None)
-
-
-def _held(module: nn.Module, tensors: Any) -> TensorOwner:
-    return _OfScript(module) if isinstance(module, torch.jit.ScriptModule) else tensors
+def _getter(module: nn.Module, table: Any, key: str) -> Callable[[], Any]:
+    """What gives the tensor `key` of `module` that is in `table`, or None: that of a scripted one is no dictionary."""
+    return (
+        partial(getattr, module, key, None) if isinstance(module, torch.jit.ScriptModule) else partial(table.get, key)
+    )
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a buffer or a parameter is, and what stood there the last time."""
+    """Where a buffer or a parameter is, and what was there the last time."""
 
     name: str
-    holder: TensorOwner
-    key: str
+    get: Callable[[], Any]
+    """Gives what is there now."""
     persistent: bool = True
     tensor: Tensor | None = None
     version: int = -1
@@ -79,14 +65,14 @@ class _Place:
     @property
     def has_changed(self) -> bool:
         """Whether something else is here than before, as far as it shows without a look at the values."""
-        tensor = self.holder.get(self.key)
-        if tensor is not self.tensor:
-            return True
-        return tensor is not None and (tensor._version != self.version or tensor.data_ptr() != self.memory)
+        tensor = self.get()
+        return tensor is not self.tensor or (
+            tensor is not None and (tensor._version != self.version or tensor.data_ptr() != self.memory)
+        )
 
     def settle(self) -> None:
         """What is here now is what was here before."""
-        tensor = self.tensor = self.holder.get(self.key)
+        tensor = self.tensor = self.get()
         self.version, self.memory = (-1, 0) if tensor is None else (tensor._version, tensor.data_ptr())
 
     def take_checksum(self) -> None:
@@ -107,8 +93,7 @@ class BufferWatch:
         self.places = [
             _Place(
                 name=f"{path}.{key}" if path else key,
-                holder=_held(module, module._buffers),
-                key=key,
+                get=_getter(module, module._buffers, key),
                 persistent=key not in getattr(module, "_non_persistent_buffers_set", ()),
             )
             for path, module in model.named_modules()
@@ -116,7 +101,7 @@ class BufferWatch:
             if not (isinstance(module, _BatchNorm) and key in _NORM)
         ]
         self.parameters = [
-            _Place(f"{path}.{key}" if path else key, _held(module, module._parameters), key)
+            _Place(f"{path}.{key}" if path else key, _getter(module, module._parameters, key))
             for path, module in model.named_modules()
             for key, each in module._parameters.items()
             if each is not None
@@ -133,9 +118,7 @@ class BufferWatch:
 
     def look(self) -> list[_Place]:
         """Those that have changed since the last look, or may have."""
-        if self.looks_at_values:
-            return self.places
-        return [place for place in self.places if place.has_changed]
+        return [place for place in self.places if self.looks_at_values or place.has_changed]
 
     def count_step(self) -> None:
         """A step begins. Its forward pass is yet to write into parameters."""
@@ -154,9 +137,7 @@ class BufferWatch:
     def see_written(self) -> list[str]:
         """See which parameters a forward pass has written into. The names of those that an earlier one had changed."""
         again = []
-        for place in self.parameters if self.looks_at_values else ():
-            if not place.has_changed:
-                continue
+        for place in [each for each in self.parameters if each.has_changed] if self.looks_at_values else ():
             before = place.checksum
             place.take_checksum()
             if place not in self.written:
@@ -192,6 +173,8 @@ class ModelWatch:
         self.frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         for _, parameter in self.frozen:
             parameter.grad = None  # one that is unfrozen later has none of before
+        self.thawed: list[str] = []
+        """The names of the parameters that are trained now and were not when the model was placed."""
         self.late = LateNumbers(world.device)
 
     def all_is_new(self) -> None:
@@ -203,20 +186,17 @@ class ModelWatch:
 
     def unfreeze(self, names: Collection[str]) -> list[nn.Parameter]:
         """Train the parameters of these names, too, as other workers or an earlier run did. Those that were frozen."""
-        found = [each for name, each in self.frozen if name in names]
-        for parameter in found:
+        found = [(name, each) for name, each in self.frozen if name in names]
+        for _, parameter in found:
             parameter.requires_grad_()
-        self.known()
-        return found
+        self.known(found)
+        return [each for _, each in found]
 
-    def known(self) -> None:
-        """Those that are trained now are trained by all workers."""
-        self.frozen = [each for each in self.frozen if not each[1].requires_grad]
-
-    def leave_for_next_step(self) -> None:
-        """Those that were unfrozen in the middle of a step are trained from the next one on."""
-        for _, parameter in self.unfrozen():
-            parameter.grad = None
+    def known(self, found: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """All workers train these parameters, given with their names, from now on."""
+        names = [name for name, _ in found]
+        self.thawed += names
+        self.frozen = [each for each in self.frozen if each[0] not in names]
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters, with their names, that all workers are known to train."""
@@ -226,9 +206,8 @@ class ModelWatch:
 
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters, with their names, that were not trained and are to be trained now."""
-        if not any(map(_IS_TRAINED, map(_PARAMETER, self.frozen))):  # half the time of a loop, in every step
-            return []
-        return [(name, each) for name, each in self.frozen if each.requires_grad]
+        some = any(map(_IS_TRAINED, map(_PARAMETER, self.frozen)))  # half the time of a loop, in every step
+        return [(name, each) for name, each in self.frozen if each.requires_grad] if some else []
 
     @property
     def may_differ(self) -> bool:
@@ -239,7 +218,7 @@ class ModelWatch:
         return bool(self.watch.places or self.watch.parameters)
 
     def numbers(self) -> list[float]:
-        """What this worker tells the others in a step, to be summed over them; empty where nothing can differ."""
+        """What this worker sends the others in a step, to be summed over them; empty where nothing can differ."""
         if not self.may_differ:
             return []
         for place in self.watch.look():

@@ -7,6 +7,7 @@ worker of every node is on the first rail, the second on the second, and so on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,7 @@ class Levels:
 
     @property
     def rails(self) -> tuple[tuple[int, ...], ...]:
-        """Of each worker of a node, those that stand in its place on the other nodes."""
+        """Of each worker of a node, those in its place on the other nodes."""
         return tuple(zip(*self.nodes, strict=True))
 
 
@@ -45,15 +46,12 @@ def levels_of(node_of: list[int]) -> Levels | None:
     for rank, node in enumerate(node_of):
         nodes.setdefault(node, []).append(rank)
     sizes = {len(ranks) for ranks in nodes.values()}
-    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
-        return None
-    return Levels(tuple(tuple(ranks) for ranks in nodes.values()))
+    is_even = len(nodes) > 1 and len(sizes) == 1 and sizes != {1}
+    return Levels(tuple(tuple(ranks) for ranks in nodes.values())) if is_even else None
 
 
 def find_levels(world: World) -> Levels | None:
     """The levels of `world`; called by all workers together."""
-    if world.size == 1:
-        return None
     own = torch.tensor([world.place.node_rank], dtype=torch.int64, device=world.device)
     return levels_of([int(node) for node in world.stack(own)[:, 0].tolist()])
 
@@ -62,11 +60,11 @@ def make_link(world: World, levels: Levels | None) -> Link:
     """A link of the entire world, in which that of this worker's node and that of its rail are; called by all."""
     link = Link(world.rank, world.size, world.new_group() if world.size > 1 else None)
     if levels is not None:
-        link.inside, link.across = (_link_among(world, parts) for parts in (levels.nodes, levels.rails))
+        link.inside, link.across = (link_among(world, parts) for parts in (levels.nodes, levels.rails))
     return link
 
 
-def _link_among(world: World, parts: tuple[tuple[int, ...], ...]) -> Link:
+def link_among(world: World, parts: Sequence[tuple[int, ...]]) -> Link:
     """The link of that part which this worker is in. All workers of `world` call this together."""
     ranks, group = world.new_groups(parts)
     return Link(ranks.index(world.rank), len(ranks), group)

@@ -8,17 +8,20 @@ concern: PyTorch's own kernel for that gives NaN where the first worker has no s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from manyhosts.device import is_asynchronous
 
 
-def kernels_for(device: torch.device) -> PlainKernels:
-    """Those for samples on `device`."""
-    if is_asynchronous(device):
+def kernels_for(x: Tensor) -> PlainKernels:
+    """Those for samples `x`."""
+    if is_asynchronous(x.device):
         return GpuKernels()
-    return CpuKernels() if device.type == "cpu" else PlainKernels()
+    full = x.dtype in (torch.float32, torch.float64) and x.numel() > 0
+    return CpuKernels() if x.is_cpu and full else PlainKernels()
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -26,8 +29,33 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
+class PlainBackward:
+    """A backward pass of a layer, on both sides of the exchange."""
+
+    sums: Tensor
+    """Of the output's gradient, and of its product with the samples as they are without weight and bias; (2, C)."""
+
+    def __init__(
+        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> None:
+        self.gradient, self.weight, self.inverse = wide(gradient), weight, torch.rsqrt(variance + eps)
+        self.normal, self.dtype = _normal(x, mean, self.inverse), x.dtype
+        dims = _dims(x)
+        self.sums = torch.stack([self.gradient.sum(dims), (self.gradient * self.normal).sum(dims)])
+
+    def to_input(self, total: Tensor, counts: Tensor) -> Tensor:
+        """The gradient of the samples. `total`: `sums` over all workers; `counts`: of what each worker has, (size,)."""
+        mean_gradient, mean_product = (_along(each, self.gradient) for each in total / counts.sum())
+        scale = self.inverse if self.weight is None else self.inverse * wide(self.weight)
+        found = (self.gradient - mean_gradient - self.normal * mean_product) * _along(scale, self.gradient)
+        return found.to(self.dtype)
+
+
 class PlainKernels:
     """For samples `x`, shape (N, C, …). Means, variances and sums are by channel, in float32 or float64."""
+
+    backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float], PlainBackward] = PlainBackward
+    """Begins the backward pass, with the output's gradient, `x`, weight, mean, variance and `eps`."""
 
     def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Mean and biased variance, shape (C,) each. `eps`: that of the layer."""
@@ -46,64 +74,6 @@ class PlainKernels:
             output = output + _along(wide(bias), x)
         return output.to(x.dtype)
 
-    def backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> PlainBackward:
-        """Begin the backward pass, with the output's gradient."""
-        return PlainBackward(gradient, x, mean, torch.rsqrt(variance + eps))
-
-
-class PlainBackward:
-    """A backward pass of a layer, on both sides of the exchange."""
-
-    sums: Tensor
-    """Of the output's gradient, and of its product with the samples as they are without weight and bias; (2, C)."""
-
-    def __init__(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> None:
-        self.gradient, self.inverse, self.dtype = wide(gradient), inverse, x.dtype
-        self.normal = _normal(x, mean, inverse)
-        dims = _dims(x)
-        self.sums = torch.stack([self.gradient.sum(dims), (self.gradient * self.normal).sum(dims)])
-
-    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
-        """The gradient of the samples. `total`: `sums` over all workers; `counts`: of what each worker has, (size,)."""
-        mean_gradient, mean_product = (_along(each, self.gradient) for each in total / counts.sum())
-        scale = self.inverse if weight is None else self.inverse * wide(weight)
-        found = (self.gradient - mean_gradient - self.normal * mean_product) * _along(scale, self.gradient)
-        return found.to(self.dtype)
-
-
-class CpuKernels(PlainKernels):
-    """The same by PyTorch's kernels for CPUs, which make no copies of the samples on the way."""
-
-    def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance."""
-        if not _is_full(x):
-            return super().statistics(x, eps)
-        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-        return mean, variance
-
-    def output(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> Tensor:
-        """Of the layer."""
-        if not _is_full(x):
-            return super().output(x, weight, bias, mean, variance, eps)
-        weight, bias = _like(weight, mean), _like(bias, mean)
-        return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
-
-    def backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> PlainBackward:
-        """Begin it."""
-        if not (_is_full(x) and gradient.dtype == x.dtype):
-            return super().backward(gradient, x, weight, mean, variance, eps)
-        return _CpuBackward(gradient, x, weight, mean, variance, eps)
-
-
-def _is_full(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.float64) and x.numel() > 0
-
 
 class _CpuBackward(PlainBackward):
     """In evaluation the gradient of the samples is the output's, scaled; what is missing is linear in the samples."""
@@ -119,7 +89,7 @@ class _CpuBackward(PlainBackward):
         )
         self.sums = torch.stack([of_gradient, of_product])
 
-    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
+    def to_input(self, total: Tensor, counts: Tensor) -> Tensor:
         mean_gradient, mean_product = total / counts.sum()
         slope = self.scale * self.inverse * mean_product
         shift = self.scale * mean_gradient
@@ -130,8 +100,42 @@ class _CpuBackward(PlainBackward):
         return found
 
 
+class CpuKernels(PlainKernels):
+    """The same for what is there in float32 or float64, by PyTorch's kernels for CPUs, which copy no samples."""
+
+    backward = _CpuBackward
+
+    def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance."""
+        return torch.batch_norm_update_stats(x, None, None, 0.0)
+
+    def output(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> Tensor:
+        """Of the layer."""
+        return torch.native_batch_norm(x, _like(weight, mean), _like(bias, mean), mean, variance, False, 0.0, eps)[0]
+
+
+class _GpuBackward(PlainBackward):
+    def __init__(
+        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+    ) -> None:
+        self.samples = _dense(gradient, x), _dense(x, x), mean, torch.rsqrt(variance + eps)
+        self.weight = _like(weight, mean)
+        # The gradients of weight and bias are the same sums, so they are not asked for: the kernel wants a weight then.
+        of_gradient, of_product, _, _ = torch.batch_norm_backward_reduce(*self.samples, None, True, False, False)
+        self.sums = torch.stack([of_gradient, of_product * self.samples[-1]])
+
+    def to_input(self, total: Tensor, counts: Tensor) -> Tensor:
+        of_gradient, of_product = total[0], total[1] / self.samples[-1]
+        totals = counts.to(torch.int32)  # one for each worker: their sum may be larger than that type holds
+        return torch.batch_norm_backward_elemt(*self.samples, self.weight, of_gradient, of_product, totals)
+
+
 class GpuKernels(PlainKernels):
     """The same by PyTorch's kernels for GPUs."""
+
+    backward = _GpuBackward
 
     def statistics(self, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Mean and biased variance."""
@@ -145,28 +149,6 @@ class GpuKernels(PlainKernels):
         inverse = torch.rsqrt(variance + eps)
         # The kernel gets the inverse, and makes nothing of its last argument.
         return torch.batch_norm_elemt(_dense(x, x), _like(weight, mean), _like(bias, mean), mean, inverse, 0.0)
-
-    def backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-    ) -> PlainBackward:
-        """Begin it."""
-        return _GpuBackward(gradient, x, mean, torch.rsqrt(variance + eps))
-
-
-class _GpuBackward(PlainBackward):
-    def __init__(self, gradient: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> None:
-        self.gradient, self.x, self.mean, self.inverse = _dense(gradient, x), _dense(x, x), mean, inverse
-        # The gradients of weight and bias are the same sums, so they are not asked for: the kernel wants a weight then.
-        of_gradient, of_product, _, _ = torch.batch_norm_backward_reduce(
-            self.gradient, self.x, mean, inverse, None, True, False, False
-        )
-        self.sums = torch.stack([of_gradient, of_product * inverse])
-
-    def to_input(self, weight: Tensor | None, total: Tensor, counts: Tensor) -> Tensor:
-        of_gradient, of_product = total[0], total[1] / self.inverse
-        totals = counts.to(torch.int32)  # one for each worker: their sum may be larger than that type holds
-        samples = self.gradient, self.x, self.mean, self.inverse
-        return torch.batch_norm_backward_elemt(*samples, _like(weight, self.mean), of_gradient, of_product, totals)
 
 
 def _dims(x: Tensor) -> list[int]:

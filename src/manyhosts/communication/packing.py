@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.gathering import gather_plain
 
 _Tensor = TypeVar("_Tensor", bound=Tensor)
 
@@ -34,7 +34,7 @@ def packed(tensors: Sequence[_Tensor], order: Iterable[int], *, bucket_bytes: in
 
 
 class ReadyOrder:
-    """The order in which gradients become ready, found in one backward pass and then fixed for all by the leader."""
+    """The order in which gradients become ready, found in one backward pass and then fixed for all by rank 0."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: Collectives) -> None:
         self.world = world
@@ -58,24 +58,22 @@ class ReadyOrder:
             self.seen.append(number)
 
     def agree(self) -> list[int] | None:
-        """The order that the leader saw, on every worker, the parameters it did not use last; None where known."""
+        """The order that rank 0 saw, on every worker, the parameters it did not use last; None where known."""
         if self.seen is None:
             return None
         counts = Counter(self.seen)
         order = [*counts, *(number for number in self.guess if number not in counts)]
-        several = [int(counts[number] > 1) for number in order]
-        found = self.world.broadcast(torch.tensor([order, several], dtype=torch.int64, device=self.world.device))
-        self.present = [int(number) for number in found[0].tolist()]
-        self.in_parts = {number for number, flag in zip(self.present, found[1].tolist(), strict=True) if flag}
+        self.present, in_parts = gather_plain(self.world, [order, [number for number in order if counts[number] > 1]])[
+            0
+        ]
+        self.in_parts = set(in_parts)
         self.seen = None  # not before: if the exchange breaks, the step is done again
         return self.present
 
-    def meet(self, source: int) -> list[int]:
+    def resync(self, source: int) -> list[int]:
         """What worker `source` uses, on every worker: those that were not there when it was found out follow it."""
-        in_parts = [number in self.in_parts for number in self.present]
-        own = torch.tensor([self.seen is None, *self.present, *in_parts], device=self.world.device, dtype=torch.int64)
-        known, *rest = (int(number) for number in self.world.broadcast(own, source).tolist())
-        self.seen = None if known else []
-        self.present, several = rest[: len(in_parts)], rest[len(in_parts) :]
-        self.in_parts = {number for number, flag in zip(self.present, several, strict=True) if flag}
+        known, self.present, in_parts = gather_plain(self.world, [self.seen is None, self.present, [*self.in_parts]])[
+            source
+        ]
+        self.seen, self.in_parts = None if known else [], set(in_parts)
         return self.present

@@ -8,20 +8,19 @@ put into the running values once per step, as the mean and the unbiased variance
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhosts.communication.shared_norm import prepare
+from manyhosts.communication.shared_norm import prepare, running_of
 
 
 class PartStatistics:
     """What the layers of one model saw in a step, by part."""
 
-    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
-        self.layers = layers
+    def __init__(self, model: nn.Module) -> None:
+        """Every BatchNorm layer of `model` sees the part that is being computed from now on, and nothing else."""
+        self.layers = [layer for layer in prepare(model) if layer.track_running_stats]
         self.seen: dict[_BatchNorm, Tensor] = {}
 
     def normalise(self, layer: _BatchNorm, input: Tensor, *, track: bool) -> Tensor:
@@ -34,18 +33,12 @@ class PartStatistics:
             input, layer.weight, layer.bias, mean, variance, True, 1.0, layer.eps, torch.backends.cudnn.enabled
         )
         if track:
-            self.note(layer, input.numel() // input.shape[1], mean, variance)
+            self._note(layer, input.numel() // input.shape[1], mean.double(), variance)
         return output
 
-    @property
-    def length(self) -> int:
-        """Elements of `take`."""
-        return sum(1 + 2 * layer.num_features for layer in self.layers)
-
     @torch.no_grad()
-    def note(self, layer: _BatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
+    def _note(self, layer: _BatchNorm, count: int, mean: Tensor, variance: Tensor) -> None:
         """One layer has seen `count` values per channel, of this mean and unbiased variance."""
-        mean = mean.double()
         own = variance.double() * ((count - 1) / count) if count > 1 else torch.zeros_like(mean)
         sums = torch.cat([mean.new_full((1,), count), mean * count, (own + mean.square()) * count])
         self.seen[layer] = self.seen[layer] + sums if layer in self.seen else sums
@@ -58,7 +51,7 @@ class PartStatistics:
         rows = [
             self.seen[layer]
             if layer in self.seen
-            else torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=_device(layer))
+            else torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=running_of(layer)[0].device)
             for layer in self.layers
         ]
         self.seen = {}
@@ -67,19 +60,13 @@ class PartStatistics:
     @torch.no_grad()
     def track(self, total: Tensor) -> None:
         """Move the running values by the sums over all parts."""
-        begin = 0
-        for layer in self.layers:
-            size = layer.num_features
-            count, sums, squares = total[begin : begin + 1 + 2 * size].split([1, size, size])
-            begin += 1 + 2 * size
-            _track(layer, count, sums, squares)
+        rows = total.split([1 + 2 * layer.num_features for layer in self.layers])
+        for layer, row in zip(self.layers, rows, strict=True):
+            _track(layer, *row.split([1, layer.num_features, layer.num_features]))
 
 
 def _track(layer: _BatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -> None:
-    running_mean, running_var, steps = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    assert running_mean is not None, "track_running_stats without running_mean"
-    assert running_var is not None, "track_running_stats without running_var"
-    assert steps is not None, "track_running_stats without num_batches_tracked"
+    running_mean, running_var, steps = running_of(layer)
     seen = count > 0  # a layer that no part used stays as it is
     steps.add_(seen[0].to(steps.dtype))
     mean = sums / count.clamp(min=1)
@@ -88,13 +75,3 @@ def _track(layer: _BatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -> N
     for running, value in ((running_mean, mean), (running_var, variance)):
         moved = torch.lerp(running.double(), value, momentum)
         running.copy_(torch.where(seen, moved, running.double()))
-
-
-def _device(layer: _BatchNorm) -> torch.device:
-    assert layer.running_mean is not None, "a layer that keeps no running values leaves nothing to sum"
-    return layer.running_mean.device
-
-
-def normalise_by_part(model: nn.Module) -> PartStatistics:
-    """Let every BatchNorm layer of `model` see the part that is being computed, and nothing else."""
-    return PartStatistics([layer for layer in prepare(model) if layer.track_running_stats])

@@ -12,7 +12,7 @@ running values are left alone.
 from __future__ import annotations
 
 import copyreg
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,11 @@ def prepare(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
         if (kind := _shared(type(module))) is not None:
             module.__class__ = kind
     return [module for module in model.modules() if isinstance(module, _Shared)]
+
+
+def running_of(layer: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """The running mean and variance of a layer that keeps them, and how many batches they are of."""
+    return cast(tuple[Tensor, Tensor, Tensor], (layer.running_mean, layer.running_var, layer.num_batches_tracked))
 
 
 def check_values(input: Tensor) -> None:

@@ -7,7 +7,7 @@ writes its row and a number after it, and reads the rows of the others when thei
 Each worker has two rows, used in turn: the next but one is written when all others have the number of the next,
 and those had read the one before. On x86 what one core writes is seen by others in that order; machines of other kinds
 exchange by Gloo. A worker holds a lock on its byte of the file, which the system lets go of when the worker ends,
-however it ends: so those who wait for it notice. The file never has a name, so that nothing of it is left behind where
+however it ends: so those who wait for it notice. The file never has a name, so that nothing of it is left where
 all of them are killed: the others open it by way of the first one's process.
 """
 
@@ -30,16 +30,15 @@ from manyhosts.errors import CommunicationError
 
 _NAME = "manyhosts-rows-"
 _LINE = 64
-"""Bytes that cores exchange at once: numbers of different workers lie so far apart."""
+"""Bytes that cores exchange at once: numbers of different workers are that far from each other."""
 _SPINS = 300
 """Looks before a core is given to others; about 50 microseconds."""
 _YIELD_S = 0.002
 """How long a waiting worker gives its core away only to come back at once; then it sleeps between two looks."""
-_SLEEP_S = 0.0002
-_LOOK_S = 0.05
+_SLEEP_S, _LOOK_S = 0.0002, 0.05
 """How often it sees whether those whom it waits for are alive."""
 _TOLD_BYTES = 64
-"""What the first one tells of it, as words: its process, the descriptor there, and what this memory alone is called."""
+"""What the first one sends about it, as words: its process, the descriptor there, and the name of this memory."""
 
 
 def is_possible() -> bool:
@@ -53,13 +52,8 @@ class SharedRows:
     def __init__(self, members: Collectives, descriptor: int, length: int, timeout_s: float) -> None:
         """Map the file of `descriptor`, which has the size `bytes_for` and is this one's from now on."""
         size = members.size
-        self.members, self.rank, self.size, self.length, self.timeout_s = (
-            members,
-            members.rank,
-            size,
-            length,
-            timeout_s,
-        )
+        self.members, self.rank, self.size, self.length = members, members.rank, size, length
+        self.timeout_s = timeout_s
         self._file = descriptor
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(self._file, bytes_for(size, length))

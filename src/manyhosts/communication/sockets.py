@@ -2,7 +2,7 @@
 
 Gloo has no working abort (torch 2.13: `ProcessGroup.abort()` on Gloo comes back and changes nothing). A worker that
 waits for another whose host is gone would wait for the entire timeout. Shutting its sockets down ends the wait at once,
-and tells the others, too.
+and the others notice, too.
 """
 
 from __future__ import annotations

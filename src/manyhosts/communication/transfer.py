@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from manyhosts.communication.layout import bytes_of
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 
@@ -24,7 +25,7 @@ def give(world: Connections, rank: int, text: str, tensors: Mapping[str, Tensor]
     world.send(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(world.device), rank)
     for tensor in tensors.values():
         if tensor.numel():
-            world.send(_bytes(tensor).to(world.device), rank)
+            world.send(bytes_of(tensor.detach()).to(world.device), rank)
 
 
 def take(world: Connections, rank: int) -> tuple[str, dict[str, Tensor]]:
@@ -43,7 +44,3 @@ def take(world: Connections, rank: int) -> tuple[str, dict[str, Tensor]]:
             world.receive(data, rank)
         tensors[name] = data.cpu().view(dtype).reshape(shape)
     return str(found["text"]), tensors
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

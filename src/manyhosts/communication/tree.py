@@ -26,12 +26,7 @@ class Node:
     index: int
 
     @property
-    def first(self) -> int:
-        """Its first leaf."""
-        return self.index << self.level
-
-    @property
-    def behind(self) -> int:
+    def end(self) -> int:
         """The leaf after its last one; there may be fewer parts."""
         return (self.index + 1) << self.level
 
@@ -41,12 +36,12 @@ def root(parts: int) -> Node:
     return Node((parts - 1).bit_length(), 0)
 
 
-def subtrees(parts: int, first: int, behind: int) -> list[Node]:
-    """The fewest subtrees that hold exactly the leaves from `first` up to, not including, `behind`, from the left."""
-    end = root(parts).behind if behind == parts else behind  # leaves that are not there may be taken along
+def subtrees(parts: int, first: int, end: int) -> list[Node]:
+    """The fewest subtrees that hold exactly the leaves from `first` up to, not including, `end`, from the left."""
+    last = root(parts).end if end == parts else end  # leaves that are not there may be taken along
     found = []
-    while first < end and first < parts:
-        level = min((first & -first).bit_length() - 1 if first else root(parts).level, (end - first).bit_length() - 1)
+    while first < last and first < parts:
+        level = min((first & -first).bit_length() - 1 if first else root(parts).level, (last - first).bit_length() - 1)
         found.append(Node(level, first >> level))
         first += 1 << level
     return found
@@ -59,36 +54,36 @@ class Subtrees(Generic[T]):
         """`add(left, right)` gives the sum, and may do so in `left`."""
         self.parts = parts
         self.add = add
-        self.held: list[tuple[Node, T]] = []
+        self.stack: list[tuple[Node, T]] = []
         """What could not be added up yet, from left to right."""
 
     def put(self, node: Node, value: T) -> None:
         """Take the sum of `node`, which begins where the last one ended."""
-        self.held.append((node, value))
+        self.stack.append((node, value))
         while self._carry():
             pass
 
     def _carry(self) -> bool:
-        node, value = self.held[-1]
+        node, value = self.stack[-1]
         if node == root(self.parts):
             return False
         above = Node(node.level + 1, node.index >> 1)
         if node.index & 1:
-            if len(self.held) < 2 or self.held[-2][0] != Node(node.level, node.index - 1):
+            if len(self.stack) < 2 or self.stack[-2][0] != Node(node.level, node.index - 1):
                 return False
-            self.held[-2:] = [(above, self.add(self.held[-2][1], value))]
-        elif node.behind >= self.parts:  # there is no right half
-            self.held[-1] = above, value
+            self.stack[-2:] = [(above, self.add(self.stack[-2][1], value))]
+        elif node.end >= self.parts:  # there is no right half
+            self.stack[-1] = above, value
         else:
             return False
         return True
 
     def left_of(self, part: int) -> T | None:
         """The leaf that waits for leaf `part` to be added to it, if there is one."""
-        waits = bool(self.held) and part & 1 and self.held[-1][0] == Node(0, part - 1)
-        return self.held[-1][1] if waits else None
+        waits = bool(self.stack) and part & 1 and self.stack[-1][0] == Node(0, part - 1)
+        return self.stack[-1][1] if waits else None
 
     def added_to_left_of(self, part: int) -> None:
         """Leaf `part` has been added into what `left_of` gave."""
-        _, value = self.held.pop()
+        _, value = self.stack.pop()
         self.put(Node(1, part >> 1), value)

@@ -1,4 +1,4 @@
-"""Gradients of the parts of a batch, kept apart and added in the order of the tree, in buckets.
+"""Gradients of the parts of a batch, kept separate and added in the order of the tree, in buckets.
 
 The gradients of a part are moved out of the parameters when its backward pass is over, so that the next part begins
 with none. In the backward pass of a worker's last part a bucket leaves as soon as it is full, in bucket order, while
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +27,21 @@ _ALIGNED_BYTES = 64
 class TreeBucket:
     """Parameters whose gradients travel together, their use counts after them: how many parts used each."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, stretch_bytes: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, segment_bytes: int) -> None:
         self.parameters = parameters
         dtype = real_dtype(parameters[0])
         step = _ALIGNED_BYTES // dtype.itemsize
-        self.begins: list[int] = []
-        length = 0
-        for parameter in parameters:
-            self.begins.append(length)
-            length += -(-real_numbers(parameter) // step) * step
-        self.counts_at = length
-        self.total = TreeSum(length + len(parameters), dtype=dtype, world=world, stretch_bytes=stretch_bytes)
+        *self.begins, self.counts_at = accumulate(
+            (-(-real_numbers(parameter) // step) * step for parameter in parameters), initial=0
+        )
+        self.total = TreeSum(self.counts_at + len(parameters), dtype=dtype, world=world, segment_bytes=segment_bytes)
         self.missing = 0
         self.used: list[bool] = []
         """Which parameters were used by a part of this worker."""
 
-    def begin(self, held: Sequence[range]) -> None:
+    def begin(self, assignment: Sequence[range]) -> None:
         """Forget the last step."""
-        self.total.begin(held)
+        self.total.begin(assignment)
         self.missing = len(self.parameters)
         self.used = [False] * len(self.parameters)
 
@@ -67,7 +65,12 @@ class TreeBucket:
         absent = [view for view, gradient in pairs if gradient is None]
         views = [view for view, gradient in pairs if gradient is not None]
         there = [gradient for gradient in gradients if gradient is not None]
-        self._count(buffer, gradients, adding=adding)
+        here = [gradient is not None for gradient in gradients]
+        self.used = [before or now for before, now in zip(self.used, here, strict=True)]
+        counts = self.counts(buffer)
+        if not adding:
+            counts.zero_()
+        counts += 1 if all(here) else torch.tensor(here, dtype=buffer.dtype).to(buffer.device, non_blocking=True)
         if adding:
             for view in absent:
                 view.add_(0.0)  # as zeros that come from another worker are added: -0 becomes +0
@@ -81,14 +84,6 @@ class TreeBucket:
         for parameter in self.parameters:
             parameter.grad = None
         self.total.close(part, buffer, added=adding)
-
-    def _count(self, buffer: Tensor, gradients: Sequence[Tensor | None], *, adding: bool) -> None:
-        here = [gradient is not None for gradient in gradients]
-        self.used = [before or now for before, now in zip(self.used, here, strict=True)]
-        counts = self.counts(buffer)
-        if not adding:
-            counts.zero_()
-        counts += 1 if all(here) else torch.tensor(here, dtype=buffer.dtype).to(buffer.device, non_blocking=True)
 
     def put(self) -> None:
         """Put the sums where the optimizer looks for gradients; a parameter that no part used has none."""
@@ -118,26 +113,25 @@ class TreeBuckets(Buckets):
         self.in_parts: set[int] = set()
         """Those of them whose gradient came several times, each time with more in it: see `ReadyOrder`. Every worker
         finds them by itself: the order in which buckets are sent does not depend on it."""
-        self.on_handover: Callable[[Sequence[Tensor | None]], None] | None = None
+        self.on_handover: Callable[[Sequence[Tensor | None]], None] = unseen
         """Called with the gradients of a bucket when they are handed over, bucket by bucket."""
         # The last layer's gradient mostly comes first. An order found by watching would have to be sent to workers that
         # join later; this one every worker knows.
         backward = range(len(self.parameters) - 1, -1, -1)
         groups = packed(self.parameters, backward, bucket_bytes=bucket_bytes)
-        self.buckets = [TreeBucket(group, world, stretch_bytes=exchange.pace.stretch_bytes) for group in groups]
+        self.buckets = [TreeBucket(group, world, segment_bytes=exchange.pace.segment_bytes) for group in groups]
         place_of = {each: place for place, bucket in enumerate(self.buckets) for each in bucket.parameters}
         self.place_of = [place_of[parameter] for parameter in self.parameters]
         """The number of each parameter's bucket."""
         self.sent = 0
 
-    def begin(self, held: Sequence[range]) -> None:
-        """Forget the gradients of the last step. `held` are the parts that each worker has, by rank."""
+    def begin(self, assignment: Sequence[range]) -> None:
+        """Forget the gradients of the last step. `assignment`: the parts of each worker, by rank."""
         for parameter in self.parameters:
             parameter.grad = None
         for bucket in self.buckets:
-            bucket.begin(held)
-        self.sent = 0
-        self.armed = None
+            bucket.begin(assignment)
+        self.sent, self.armed = 0, None
 
     def arm(self, part: int) -> None:
         """From now on a bucket is sent as soon as the backward pass of `part` has filled it."""
@@ -185,15 +179,13 @@ class TreeBuckets(Buckets):
             self._send(part)
 
     def _take(self, bucket: TreeBucket, part: int) -> None:
-        if self.on_handover is not None:
-            self.on_handover([parameter.grad for parameter in bucket.parameters])
+        self.on_handover([parameter.grad for parameter in bucket.parameters])
         bucket.take(part)
 
     def drop(self) -> None:
         """Show the gradients that are there to `on_handover`, as if they were handed over, and forget them."""
         for bucket in self.buckets:
-            if self.on_handover is not None:
-                self.on_handover([parameter.grad for parameter in bucket.parameters])
+            self.on_handover([parameter.grad for parameter in bucket.parameters])
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -206,3 +198,7 @@ class TreeBuckets(Buckets):
         """Once the exchange has finished: put the sums where the optimizer looks for gradients."""
         for bucket in self.buckets:
             bucket.put()
+
+
+def unseen(gradients: Sequence[Tensor | None]) -> None:
+    """Nothing looks at what is handed over."""

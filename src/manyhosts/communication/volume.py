@@ -2,7 +2,7 @@
 
 Counted is payload, without the headers of the network: what each worker sends in the algorithms that Gloo and NCCL use
 for large messages. Where the workers send unequal amounts (a broadcast down a tree) it is the mean over them. What the
-workers of a node exchange so that only nodes compress or drift apart is on no wire, and does not count.
+workers of a node exchange so that only nodes compress or diverge is on no wire, and does not count.
 """
 
 from __future__ import annotations

@@ -49,18 +49,18 @@ class World(Collectives):
         timeout_s: float = 600,
         membership: Membership | None = None,
     ) -> None:
-        """Join the group that `place` names. One that joins while others train is apart until it `enter`s.
+        """Join the group that `place` names. One that joins while others train is alone until it `enter`s.
 
         Raises:
             ConfigError: the backend cannot work here.
             CommunicationError: the others could not be reached in `timeout_s` seconds.
         """
-        self.apart = membership is not None and membership.joins
+        self.is_joining = membership is not None and membership.joins
         """Whether this worker has not met the others yet: it acts as if it were alone."""
-        self.part = PartOfCopy.from_environment() if self.apart else None
+        self.part = PartOfCopy.from_environment() if self.is_joining else None
         """Where several workers make one copy of a model, the place that a worker has which was started late."""
         self.membership = membership
-        self.place = replace(place, rank=0, size=1) if self.apart else place
+        self.place = replace(place, rank=0, size=1) if self.is_joining else place
         is_rehearsal = REHEARSING in os.environ
         self.device = torch.device("cpu") if is_rehearsal else device.of_worker(place.local_rank, rank=place.rank)
         self.backend = device.backend_for(self.device) if backend is None or is_rehearsal else backend
@@ -84,7 +84,7 @@ class World(Collectives):
         """The same as events, which are yet to be given their step and time."""
         self._sockets = sockets.Mine()
         self._store: ChannelStore | None = None
-        """Where the present group meets, and groups that are made of it; C++ has only half of it."""
+        """The rendezvous of the present group, and of groups that are made of it; C++ has only half of it."""
         self._broken_at = 0.0
         """When the present group was aborted, by the monotonic clock; 0 where it was not."""
         self.confirms = False
@@ -92,7 +92,9 @@ class World(Collectives):
         self.in_doubt = False
         """Whether a call ended in a failure, so that exchanges may be under way to which others do not come."""
         if self.size > 1 and not dist.is_initialized():
-            self._join()
+            # env:// honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher; mpirun and srun set nothing
+            here = f"tcp://{place.head_address}:{place.head_port}"
+            self._form(init_method="env://" if "RANK" in os.environ else here)
         if membership is not None:
             membership.on_broken = self.abort
 
@@ -107,7 +109,7 @@ class World(Collectives):
         return self.place.size
 
     @property
-    def is_leader(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is the worker that writes and reports for all."""
         return self.rank == 0
 
@@ -121,11 +123,6 @@ class World(Collectives):
         """Whether there are other workers, or may be some day."""
         return self.size > 1 or self.membership is not None
 
-    def _join(self) -> None:
-        # env:// honours TORCHELASTIC_USE_AGENT_STORE: a store kept by the launcher; mpirun and srun set nothing
-        place = f"tcp://{self.place.head_address}:{self.place.head_port}"
-        self._form(init_method="env://" if "RANK" in os.environ else place)
-
     def enter(self, group: Group) -> None:
         """Be a member of `group`, in place of the one before.
 
@@ -135,10 +132,10 @@ class World(Collectives):
         self.leave()
         if self._store is not None:
             self._store.close()
-        self.apart, self._broken_at = False, 0.0
+        self.is_joining, self._broken_at = False, 0.0
         if self.membership is not None and self.membership.is_broken:
             raise CommunicationError(
-                f"rank {group.rank} was to meet workers that are gone again",
+                f"rank {group.rank} was to join workers that are gone again",
                 where=f"group {group.number}",
                 fix="see what was printed about the others",
             )
@@ -189,13 +186,13 @@ class World(Collectives):
                     fix="give a wider range with --ports, or end what holds them: `ss -tlnp` lists it",
                 ) from cause
             raise CommunicationError(
-                f"rank {place.rank} of {place.size} could not meet the others: {first_line(cause)}",
+                f"rank {place.rank} of {place.size} could not connect to the others: {first_line(cause)}",
                 where=f"store at {place.head_address}:{place.head_port}" if own is None else "the channel to the head",
                 fix="see that every worker was started with the same address and that no firewall is between them",
             ) from cause
 
     def _channel_store(self, group: Group | None) -> ChannelStore | None:
-        """Where Gloo's workers meet whose agent passes on what they say: the head keeps it. None where that is not so.
+        """The rendezvous of Gloo's workers whose agent passes messages on: the head keeps it. None for others.
 
         NCCL asks its store from threads of its own for the entire run, which must not wait for Python.
         """
@@ -374,27 +371,25 @@ class World(Collectives):
         self.confirm()
         return tensor
 
-    def start_send(self, tensor: Tensor, rank: int) -> Work:
-        """Begin to send `tensor` to one worker, who must begin to receive one of its shape and dtype."""
+    def start_send(self, tensor: Tensor, rank: int, tag: int = 0) -> Work:
+        """Begin to send `tensor` to one worker, who must begin to receive one of its shape, dtype and `tag`."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
-        work: Work = dist.isend(tensor, dst=rank)
-        return work
+        return dist.isend(tensor, dst=rank, tag=tag)
 
-    def start_receive(self, tensor: Tensor, rank: int) -> Work:
-        """Begin to fill `tensor` with what worker `rank` sends."""
-        work: Work = dist.irecv(tensor, src=rank)
-        return work
+    def start_receive(self, tensor: Tensor, rank: int, tag: int = 0) -> Work:
+        """Begin to fill `tensor` with what worker `rank` sends with this `tag`."""
+        return dist.irecv(tensor, src=rank, tag=tag)
 
 
 def is_connection_error(error: BaseException) -> bool:
     """Whether `error` says that the connection to other workers broke, and not that something else went wrong."""
-    if isinstance(error, CommunicationError | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _NEWS_OF_A_BREAK.search(str(error)) is not None
+    return isinstance(error, CommunicationError | dist.DistError) or (
+        isinstance(error, RuntimeError) and _NEWS_OF_A_BREAK.search(str(error)) is not None
+    )
 
 
 def _variables(place: Place, group: Group) -> dict[str, str]:
-    """What torchrun would tell this worker now."""
+    """What torchrun would set for this worker now."""
     words = {
         "RANK": place.rank,
         "WORLD_SIZE": place.size,

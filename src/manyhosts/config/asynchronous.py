@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.pipelined import Pipeline
+from manyhosts.config.strategy_settings import StrategySettings
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
@@ -29,7 +30,7 @@ def check_goes_with(strategy: Any, settings: Any) -> None:
         (
             settings.precision == "fp16",
             "precision",
-            "fp16 scales the loss, and the scale of one step would meet gradients of another",
+            "fp16 scales the loss, and the scale of one step would be applied to gradients of another",
             'set precision="bf16" or "fp32"',
         ),
         (
@@ -46,7 +47,7 @@ def check_goes_with(strategy: Any, settings: Any) -> None:
                 settings.micro_batch_size is None,
                 "micro_batch_size",
                 f"with strategy {name!r} {many}, and nothing says how many samples a micro-batch has",
-                "give micro_batch_size: batch_size is what is trained on between two meetings of all workers",
+                "give micro_batch_size: batch_size is what is trained on between two synchronisations of all workers",
             ),
             (
                 settings.clip_gradients is not None,
@@ -57,8 +58,8 @@ def check_goes_with(strategy: Any, settings: Any) -> None:
             (
                 settings.warmup is not None,
                 "warmup",
-                f"{many}, and the learning rate moves on only when all meet",
-                "leave warmup out, or give a schedule, which moves with every meeting",
+                f"{many}, and the learning rate moves on only when all synchronise",
+                "leave warmup out, or give a schedule, which moves with every synchronisation",
             ),
             (
                 settings.balance == "speed",
@@ -75,7 +76,7 @@ def check_goes_with(strategy: Any, settings: Any) -> None:
             (
                 settings.batch_size_per_worker is not None,
                 "batch_size_per_worker",
-                "a batch is what all train on between two meetings, and no worker has a fixed part of it",
+                "a batch is what all train on between two synchronisations, and no worker has a fixed part of it",
                 "give batch_size",
             ),
         ]
@@ -85,7 +86,7 @@ def check_goes_with(strategy: Any, settings: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer:
+class ParameterServer(StrategySettings):
     """Servers on some of the workers keep parts of the model: all workers pull it, compute, and push gradients.
 
     Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; the bound: Ho et al. 2013,
@@ -162,7 +163,7 @@ class ParameterServer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hogwild:
+class Hogwild(StrategySettings):
     """The workers of one machine update one model in shared memory, and no lock holds any of them up.
 
     Source: Niu, Recht, Ré and Wright 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient
@@ -176,6 +177,7 @@ class Hogwild:
     many_updates: ClassVar[bool] = True
     planned_if_asked: ClassVar[bool] = True
     one_host: ClassVar[bool] = True
+    compression: ClassVar[str] = "none"
     check_goes_with = check_goes_with
 
 

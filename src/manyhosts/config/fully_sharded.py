@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from manyhosts.config.arguments import answering
 from manyhosts.config.kinds import check_kinds
+from manyhosts.config.mesh import Mesh
+from manyhosts.config.strategy_settings import StrategySettings
 from manyhosts.errors import ConfigError
 
 _ZERO = "zero=3 lets go of parameters after each pass, zero=2 keeps them through a step, zero=1 gradients, too"
@@ -35,7 +37,7 @@ OTHERWISE = {
 
 @answering(OTHERWISE)
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FSDP:
+class FSDP(StrategySettings):
     """Each worker keeps a part of parameters, gradients and optimizer state; it has a unit in full to compute it.
 
     Between two steps all is in parts, whatever `zero` is.
@@ -106,10 +108,15 @@ class FSDP:
 
     @property
     def variant(self) -> str:
-        """What tells it from others of this strategy."""
+        """What distinguishes it from others of this strategy."""
         return f"zero={self.zero}"
 
-    def check_planned(self) -> None:
+    @property
+    def gathers_rounded(self) -> bool:
+        """Whether passes see parameters of 16 bits, and workers keep them in fp32."""
+        return self.gather == "bf16"
+
+    def check_planned(self, mesh: Mesh | None) -> None:
         """Refuse what no plan knows the time and memory of.
 
         Raises:
@@ -121,6 +128,7 @@ class FSDP:
                 where="FSDP(cpu_offload=True)",
                 fix="plan it without: manyhosts plan --set strategy=fsdp; and compare with some steps of a run",
             )
+        StrategySettings.check_planned(self, mesh)  # `super` does not know a class with slots
 
     def check_goes_with(self, settings: Any) -> None:
         """Refuse to gather in another format than the passes compute in.

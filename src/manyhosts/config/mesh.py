@@ -1,4 +1,4 @@
-"""How many workers stand along each axis of a mesh, as a plain value, and what a strategy makes of it.
+"""How many workers there are along each axis of a mesh, as a plain value, and what a strategy makes of it.
 
 A combination has the name of both, such as `ddp+tensor`: copies of a model whose layers are cut.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.errors import ConfigError
@@ -17,7 +17,9 @@ from manyhosts.errors import ConfigError
 class _Named(Protocol):
     """A way to spread a step over workers, as a plain value."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """Of it."""
 
 
 S = TypeVar("S", bound=_Named)
@@ -74,7 +76,9 @@ def laid_out(strategy: S, mesh: Mesh | None, workers: int) -> S:
     if workers == 1 or not (keys or mesh.replicate):
         return strategy
     own = {axis: getattr(strategy, key) or 0 for axis, key in keys.items()}
-    sizes = {axis: mesh.sizes[axis] if own[axis] in (0, OF_MESH) else own[axis] for axis in keys}
+    unsaid = {0, OF_MESH, *(each.default for each in fields(cast(Any, strategy)) if each.name in keys.values())}
+    # What is 1 by itself stays so; what is left open has what the others leave.
+    sizes = {axis: own[axis] if own[axis] not in unsaid else mesh.sizes[axis] or max(own[axis], 0) for axis in keys}
     for axis, key in keys.items():
         if mesh.sizes[axis] not in (0, sizes[axis]) or (own[axis] == "host" and mesh.replicate):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`manyhosts run --metrics-port 9400`: where the leader serves its metrics."""
+"""`manyhosts run --metrics-port 9400`: where rank 0 serves its metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HIGHEST = 65535
 
 @dataclass(frozen=True, slots=True)
 class MetricsPort:
-    """An address of the leader's host, and a port of it."""
+    """An address of rank 0's host, and a port of it."""
 
     port: int
     address: str = _HERE

@@ -209,31 +209,27 @@ def to_environment(overrides: Mapping[str, str]) -> dict[str, str]:
     return {VARIABLE: json.dumps(dict(overrides))} if overrides else {}
 
 
-def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
-    """`settings` with `overrides` laid over them.
+def apply(given: Mapping[str, Any], overrides: Mapping[str, str]) -> Settings:
+    """The settings that a script has `given`, with `overrides` laid over them: what comes out is checked, as one.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type, or the result contradicts itself.
     """
-    if not overrides:
-        return settings
     check_keys(overrides)
-    left = dict(overrides)
-    changes: dict[str, Any] = {}
+    left, changed = dict(overrides), dict(given)
     if "strategy" in left:
-        changes |= {"strategy": named(left.pop("strategy")), "mesh": None}  # the script's mesh is that of its strategy
-    strategy = changes.get("strategy", settings.strategy)
+        changed |= {"strategy": named(left.pop("strategy")), "mesh": None}  # the script's mesh is that of its strategy
+    strategy = changed["strategy"]
     own = {field.name for field in dataclasses.fields(strategy)} & left.keys()
     if own:
-        changes["strategy"] = _replace(strategy, {key: left.pop(key) for key in own}, "")
+        changed["strategy"] = _replace(strategy, {key: left.pop(key) for key in own}, "")
     for section in _SECTIONS:
         inside = {key.partition(".")[2]: left.pop(key) for key in list(left) if key.startswith(section + ".")}
         if inside:
-            before = changes.get(section, getattr(settings, section))
-            changes[section] = _replace(before or _section_type(section)(), inside, section + ".")
+            changed[section] = _replace(changed.get(section) or _section_type(section)(), inside, section + ".")
     other_batch = {"batch_size": "batch_size_per_worker", "batch_size_per_worker": "batch_size"}
     for key in other_batch.keys() & left.keys():
-        changes.setdefault(other_batch[key], None)  # the two exclude each other, so the later word wins
+        changed[other_batch[key]] = None  # the two exclude each other, and what is typed overrides the script
     types_of = typing.get_type_hints(Settings)
     for key, text in left.items():
         if key not in types_of:
@@ -242,8 +238,8 @@ def apply(settings: Settings, overrides: Mapping[str, str]) -> Settings:
                 where="--set",
                 fix=f"choose a strategy that has it with --set strategy=…: {', '.join(_strategies_with(key))}",
             )
-        changes[key] = _read(text, types_of[key], key)
-    return dataclasses.replace(settings, **changes)
+        changed[key] = _read(text, types_of[key], key)
+    return Settings(**changed)
 
 
 def lacks(strategy: str, key: str) -> bool:

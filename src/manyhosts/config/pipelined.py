@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.mesh import OF_MESH
+from manyhosts.config.strategy_settings import StrategySettings
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
@@ -18,11 +19,12 @@ GPIPE, INTERLEAVED, ZERO_BUBBLE = "gpipe", "interleaved", "zero-bubble"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline:
+class Pipeline(StrategySettings):
     """Each worker computes some blocks of the model, and gives what comes out to the worker that has the next ones."""
 
     name: ClassVar[str] = "pipeline"
     axes: ClassVar[Mapping[str, str]] = {"pipeline": "stages"}
+    unplanned: ClassVar[str] = "stages"
 
     stages: int = 0
     """How many stages there are; 0: each worker is one. With fewer than workers each stage is on as many workers as
@@ -73,13 +75,17 @@ class Pipeline:
 
     @property
     def variant(self) -> str:
-        """What tells it from others of this strategy."""
+        """What distinguishes it from others of this strategy."""
         return self.schedule
 
     @property
     def per_worker(self) -> int:
         """How many stages a worker has."""
         return self.virtual_stages if self.schedule == INTERLEAVED else 1
+
+    def most_workers(self, blocks: int) -> int | None:
+        """One for each block; with none at all the strategy is refused."""
+        return blocks or None
 
     def updates(self, micro_batches: int) -> int:
         """How many updates a step of so many micro-batches makes."""

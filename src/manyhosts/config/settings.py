@@ -43,7 +43,7 @@ class Settings:
     """The learning rate rises linearly from 0 over this duration (epochs or steps)."""
     strategy: Strategy = field(default_factory=Single)
     mesh: Mesh | None = None
-    """How many workers stand along each axis. None: as the strategy says."""
+    """How many workers there are along each axis. None: as the strategy says."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_gradients: float | None = None
     """Largest norm of the gradient over all parameters."""

@@ -101,10 +101,10 @@ class _Worker:
         left = {each: len(self.waiting.get(each, ())) for each in (FORWARD, BACKWARD, WEIGHTS)}
         if self.schedule == GPIPE:
             return kind == FORWARD or not left[FORWARD]
-        behind = self.workers - self.number
+        most = self.workers - self.number
         if self.schedule == INTERLEAVED:
-            behind = 2 * behind - 1 + (self.virtual_stages - 1) * self.workers
-        room = left[BACKWARD] - left[FORWARD] < behind
+            most = 2 * most - 1 + (self.virtual_stages - 1) * self.workers
+        room = left[BACKWARD] - left[FORWARD] < most
         return kind != FORWARD or (
             room and (self.schedule != ZERO_BUBBLE or left[WEIGHTS] - left[FORWARD] < self.workers)
         )
@@ -123,8 +123,8 @@ def needs(one: Pass, last: int) -> list[Pass]:
 def most_held(passes: Sequence[Pass]) -> int:
     """Of so many forward passes a worker keeps the activations at once, where it computes `passes` in turn."""
     last = WEIGHTS if any(each.kind == WEIGHTS for each in passes) else BACKWARD
-    held = accumulate((each.kind == FORWARD) - (each.kind == last) for each in passes)
-    return max(held, default=0)
+    under_way = accumulate((each.kind == FORWARD) - (each.kind == last) for each in passes)
+    return max(under_way, default=0)
 
 
 def seconds_of(order: Order, cost: Callable[[Pass], float], message: float = 0.0) -> float:

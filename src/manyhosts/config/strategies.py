@@ -15,25 +15,39 @@ from manyhosts.config.local_steps import DiLoCo, LocalSGD, check_inside_node
 from manyhosts.config.mesh import OF_MESH, Mesh, axes_of
 from manyhosts.config.pipelined import BY_MEMORY, Pipeline
 from manyhosts.config.sharded_layers import ShardedLayers
+from manyhosts.config.strategy_settings import StrategySettings, own_or
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Single:
+class Single(StrategySettings):
     """One process; the choice of a run with one worker."""
 
     name: ClassVar[str] = "single"
 
+    def check_shared(self, settings: Any, workers: int) -> None:
+        """Refuse several workers.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"strategy 'single' trains in one process, but there are {workers} workers",
+            where="strategy",
+            fix='leave strategy out, or choose "ddp"',
+        )
+
 
 @answering(OF_DDP)
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DDP:
+class DDP(StrategySettings):
     """Every worker holds the entire model; gradients are summed over all of them in each step."""
 
     name: ClassVar[str] = "ddp"
     axes: ClassVar[Mapping[str, str]] = {"replicate": ""}
+    why_not_virtual: ClassVar[str] = ""
 
     bucket_mb: float = 25.0
     """Gradients travel in buckets of about this many megabytes, while the backward pass still runs."""
@@ -80,9 +94,20 @@ class DDP:
                 fix="leave it out, or give a number of megabytes such as 25",
             )
 
+    def check_own_loop(self, *, is_shared: bool) -> None:
+        """Refuse to compress.
+
+        Raises:
+            ConfigError: that is asked for.
+        """
+        if self.compression != "none":
+            raise ConfigError(
+                "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Auto:
+class Auto(StrategySettings):
     """The simplest way that fits into the memory of every worker, decided as a run begins: the model uncut, or cut."""
 
     name: ClassVar[str] = "auto"
@@ -97,14 +122,16 @@ _COMBINED: dict[str, Strategy] = {
     "ddp+tensor": Tensor(size=OF_MESH),
     "ddp+pipeline": Pipeline(stages=OF_MESH),
     "model": Pipeline(cuts=BY_MEMORY),
+    "fsdp+diloco": DiLoCo(shard=OF_MESH),
+    "fsdp+local-sgd": LocalSGD(shard=OF_MESH),
 }
-"""Names with settings of their own. Copies of a model that several workers compute together, where the mesh says how
-many do; and a model whose layers lie on several workers, so that each holds as little as can be."""
+"""Names with settings of their own. Copies of a model that several workers compute or keep together, where the mesh
+says how many; and a model whose layers lie on several workers, so that each holds as little as can be."""
 _BY_AXIS = {"shard": "fsdp", "tensor": "ddp+tensor", "pipeline": "ddp+pipeline", "replicate": "ddp"}
 """The strategy that puts workers along each axis of a mesh."""
 
 
-CUTS = (FSDP.name,)
+CUTS = (FSDP.name, ShardedLayers.name)
 """Those whose workers hold parts of the model, and read samples of their own."""
 OF_SAME_SAMPLES = (Tensor.name, Pipeline.name)
 """Those whose workers hold parts of the model, and compute the same samples."""
@@ -112,24 +139,17 @@ OF_SAME_SAMPLES = (Tensor.name, Pipeline.name)
 
 def cutting(own: Strategy | None = None) -> list[FSDP]:
     """The ways to cut a model, from the one that sends least. `own`: its settings, where it is one, but for these."""
-    cut = own if isinstance(own, FSDP) else FSDP()
-    return [replace(cut, zero=zero) for zero in (1, 2, 3)]
+    return [replace(own_or(FSDP(), own), zero=zero) for zero in (1, 2, 3)]
 
 
 def of_same_samples(own: Strategy | None = None) -> list[Tensor | Pipeline]:
     """The same whose workers compute together; of a pipeline the stages hold as little as can be."""
-    cut: list[Tensor | Pipeline] = [Tensor(), Pipeline(cuts=BY_MEMORY)]
-    return [own if isinstance(own, Tensor | Pipeline) and own.name == each.name else each for each in cut]
+    return [own_or(Tensor(), own), own_or(Pipeline(cuts=BY_MEMORY), own)]
 
 
-def unit_patterns(strategy: Strategy) -> tuple[str, ...]:
-    """Which modules of the model are units, as the script has it; empty: they are found."""
-    return strategy.patterns if isinstance(strategy, FSDP) else ()
-
-
-def gathers_rounded(strategy: Strategy) -> bool:
-    """Whether passes see parameters of 16 bits, and workers keep them in fp32."""
-    return isinstance(strategy, FSDP) and strategy.gather == "bf16"
+def kind_of(name: str) -> type[Strategy] | None:
+    """The class of the settings of that strategy, or combination; None for one that is not known here."""
+    return type(_COMBINED[name]) if name in _COMBINED else BY_NAME.get(name)
 
 
 def check_goes_with(strategy: Strategy, settings: Any) -> None:
@@ -165,35 +185,6 @@ def gives_up(strategy: Strategy) -> tuple[str, ...]:
     return getattr(strategy, "gives_up", ())
 
 
-def check_planned(strategy: Strategy, mesh: Mesh | None) -> None:
-    """See that a plan knows what `strategy` takes.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if isinstance(strategy, FSDP):
-        strategy.check_planned()
-    if not getattr(strategy, "planned_if_asked", True):
-        raise ConfigError(
-            f"a plan does not know yet what strategy {strategy.name!r} takes as it is set",
-            where=f"strategy={strategy.name!r}",
-            fix="run some steps of it: their times and bytes are in the run's summary",
-        )
-    key = next(iter(axes_of(strategy).values()), "")
-    if isinstance(strategy, Tensor | Pipeline) and getattr(strategy, key):
-        raise ConfigError(
-            f"the strategy has {key}={getattr(strategy, key)}, and a plan is for one copy over all workers",
-            where=f"strategy={strategy.name!r}",
-            fix=f"leave {key} out; with copies run some steps of it, whose times and bytes are in the run's summary",
-        )
-    if mesh is not None:
-        raise ConfigError(
-            f"the mesh has {mesh}, and a plan is for other numbers of workers, too",
-            where="mesh",
-            fix="leave it out; with strategy=fsdp write --set shard=… in its place",
-        )
-
-
 def named(strategy: str | Strategy | Mesh) -> Strategy:
     """The strategy of a name, with its defaults, or a mesh; a value passes through.
 
@@ -205,14 +196,12 @@ def named(strategy: str | Strategy | Mesh) -> Strategy:
         return named(ShardedLayers.name if {*ShardedLayers.axes} <= {*axes} else _BY_AXIS[(*axes, "replicate")[0]])
     if not isinstance(strategy, str):
         return strategy
-    strategy = "+".join(sorted(strategy.split("+")))
-    if combined := _COMBINED.get(strategy):
-        return combined
-    if strategy not in BY_NAME:
-        known = (*BY_NAME, *_COMBINED)
+    known, parts = (*BY_NAME, *_COMBINED), sorted(strategy.split("+"))
+    name = next((each for each in known if sorted(each.split("+")) == parts), None)
+    if name is None:
         raise ConfigError(
             f"there is no strategy named {strategy!r}",
             where="strategy",
             fix=f"{nearest(strategy, known)}known: {', '.join(known)}",
         )
-    return BY_NAME[strategy]()
+    return _COMBINED[name] if name in _COMBINED else BY_NAME[name]()

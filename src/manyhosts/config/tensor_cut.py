@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.mesh import OF_MESH
+from manyhosts.config.strategy_settings import StrategySettings
 from manyhosts.errors import ConfigError
 
 FOUND = "found"
@@ -17,11 +18,12 @@ rows; not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
+class Tensor(StrategySettings):
     """Each worker computes a part of every large layer, of the same samples as the others of its copy."""
 
     name: ClassVar[str] = "tensor"
     axes: ClassVar[Mapping[str, str]] = {"tensor": "size"}
+    unplanned: ClassVar[str] = "size"
     variant: ClassVar[str] = ""
 
     size: int = 0

@@ -14,7 +14,7 @@ _NOTICES = re.compile(r"^\[W\S* .*\] \[c10d\] The hostname of the client socket 
 """Notices of torch about its own state that need no action: hosts need no names that can be looked up in reverse."""
 _TRACEBACK = "Traceback (most recent call last):"
 _PYTHON_BELOW_CPP = re.compile(r"\n\s*At:(\n {2}.*)+\s*\Z")
-"""What pybind11 adds to an error that it passes on: where Python stood, once more."""
+"""What pybind11 adds to an error that it passes on: where Python was, again."""
 _LONGEST_SUMMARY = 400
 _GAP = " … "
 _NATIVE = re.compile(
@@ -81,7 +81,7 @@ def may_hold_noise(text: str) -> bool:
 
 
 def what_gave_up(text: str) -> str:
-    """What C++ gave up on, where `text` begins to say so: a sentence to stand before its own words; else empty."""
+    """What C++ gave up on, where `text` begins to say so: a sentence to put before its own words; else empty."""
     if _GAVE_UP not in text:
         return ""
     kind = text.partition(_GAVE_UP)[2].partition("\n")[0].lower()

@@ -99,7 +99,7 @@ def of_host(present: Mapping[str, str], *, cores: int, workers: int) -> dict[str
 
 
 def of_one_machine(present: Mapping[str, str]) -> dict[str, str]:
-    """For workers that are all on this machine: Gloo need not look up the host's name, which may stand for nothing."""
+    """For workers that are all on this machine: Gloo need not look up the host's name, which may have no address."""
     if "GLOO_SOCKET_IFNAME" in present or not (sys.platform == "linux" and Path("/sys/class/net/lo").exists()):
         return {}
     return {"GLOO_SOCKET_IFNAME": "lo"}

@@ -1,4 +1,4 @@
-"""How messages of head and agents stand on the wire: one JSON object on one line for each.
+"""How messages of head and agents are written on the wire: one JSON object on one line for each.
 
 `message` names the class (`ask_store` is an `AskStore`), next to its fields. Every message is checked against
 the class before it is used: a field that is missing, or of another type, is refused in a sentence. Text that

@@ -47,26 +47,26 @@ class AuditPlan:
     rank: int
     """This worker."""
 
-    def of(self, position: Position, parts: int, samples: int, held: Sequence[range] = ()) -> list[Audit]:
+    def of(self, position: Position, parts: int, samples: int, assignment: Sequence[range] = ()) -> list[Audit]:
         """The audits of the step of `samples` samples that begins at `position`.
 
-        `held`: the parts of each worker, by rank; empty: neighbouring ones, as evenly as integers allow.
+        `assignment`: the parts of each worker, by rank; empty: neighbouring ones, as evenly as integers allow.
         """
         size = len(self.hosts)
-        held = held or [range(*bounds(parts, size, rank)) for rank in range(size)]
+        assignment = assignment or [range(*bounds(parts, size, rank)) for rank in range(size)]
         draw = self._draw(position) / _RANGE
-        if draw >= self.share * max(map(len, held)):
+        if draw >= self.share * max(map(len, assignment)):
             return []
         pairs = _distances(self.hosts)
         auditor, third = pairs[self._draw(position, 1) % len(pairs)]
         found = []
-        for owner, own in enumerate(held):
+        for owner, own in enumerate(assignment):
             # So many of its parts; what is left over is the chance of one more.
             full, left = divmod(self.share * len(own), 1.0)
             chosen = sorted(own, key=lambda part: self._draw(position, 2, part))[: int(full) + (draw < left)]
             for part in sorted(chosen):
-                begin, behind = bounds(samples, parts, part)
-                if begin < behind:
+                begin, end = bounds(samples, parts, part)
+                if begin < end:
                     by = None if third is None else (owner + third) % size
                     found.append(Audit(part, owner, (owner + auditor) % size, by))
         return found
@@ -87,6 +87,6 @@ def _distances(hosts: tuple[str, ...]) -> list[tuple[int, int | None]]:
     for auditor in range(1, size):
         thirds: list[int | None] = [third for third in range(1, size) if third != auditor]
         for third in thirds or [None]:
-            beside = 0 if third is None else on_one_host(0, third) + on_one_host(auditor, third)
-            shared[auditor, third] = (on_one_host(0, auditor), beside)
+            with_third = 0 if third is None else on_one_host(0, third) + on_one_host(auditor, third)
+            shared[auditor, third] = (on_one_host(0, auditor), with_third)
     return [pair for pair, counts in shared.items() if counts == min(shared.values())]

@@ -19,10 +19,10 @@ class Cut:
     micro_batch: int | None
     """Most samples in one piece; None: a part is one piece."""
     level: bool = False
-    """Whether every part must have the same number of pieces, because collectives stand inside the model."""
+    """Whether every part must have the same number of pieces, because there are collectives inside the model."""
     audits: AuditPlan | None = None
     """Which parts of others this worker computes again."""
-    held: tuple[range, ...] = ()
+    assignment: tuple[range, ...] = ()
     """The parts of every worker, by rank; empty: neighbouring ones, as evenly as integers allow."""
     sizes: tuple[int, ...] | None = None
     """The samples of each part of a full batch; None: as even as integers allow. A smaller batch is cut likewise."""
@@ -65,6 +65,8 @@ class Cuts:
 
     def at(self, position: Position) -> Cut:
         """That of the step that begins at `position`."""
+        if len(self._from) == 1:
+            return self.newest  # in nearly every run
         for begin, cut in reversed(self._from):
             if begin <= position:
                 return cut

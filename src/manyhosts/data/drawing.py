@@ -63,5 +63,5 @@ def drawn(weights: Weights, *, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def fingerprint(weights: Weights) -> str:
-    """What tells these weights from others."""
+    """What identifies these weights."""
     return hashlib.sha256(weights.tobytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A few numbers that tell the first samples of one stream from those of another, whatever machine has read them.
+"""A few numbers that distinguish the first samples of one stream from those of another, whatever machine has read them.
 
 Words, labels and shapes must be equal. Of floats and of bytes, such as pixels, the mean counts, and nearly so:
 two hosts may decode a picture, or compute a logarithm, with other last digits.

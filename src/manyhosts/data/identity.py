@@ -1,4 +1,4 @@
-"""What tells one training set from another: its length, and what a few of its samples hold.
+"""What identifies a dataset: its length, and what a few of its samples hold.
 
 A snapshot keeps this, so that a run is not resumed on other data unseen. Each sample is read under its own random
 address, so augmentation does not matter. Floating-point numbers and pictures are compared by a few sums and not by
@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from manyhosts.data import loader_process, randomness
 
@@ -47,7 +47,7 @@ class DataIdentity:
     """That of one training set, found when somebody first asks."""
 
     def __init__(self, dataset: Dataset[Any] | None, *, seed: int, elsewhere: bool, weights: str = "") -> None:
-        """`weights`: what tells those that samples are drawn by, or their order, from others; empty without.
+        """`weights`: what identifies those that samples are drawn by, or their order; empty without.
 
         `elsewhere`: read the samples in another process: this one has never opened the dataset, whose loader processes
         might not bear to share what it has open.
@@ -279,3 +279,59 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 def _bare(word: object) -> object:
     return word.removeprefix(_INTEGERS) if isinstance(word, str) else word
+
+
+# What distinguishes one worker's dataset from another's without running the script's code: how it was split, and the
+# tensors that it holds.
+#
+# A split or tensors that are drawn from a generator without a seed are others in every process. Reading a sample would
+# run the script's code, so a dataset of the script's own is looked at only for datasets of PyTorch's that it holds.
+
+ROWS = 8
+"""Samples of a `TensorDataset` that are looked at, the first and the last among them."""
+_MOST_INDICES = 1 << 16
+_DEEPEST = 8
+
+
+def print_of_set(dataset: Dataset[Any]) -> Print:
+    """Words that must be equal on all workers, and sums that must be near each other; less where less is known."""
+    return list(_look_in(dataset, _DEEPEST))
+
+
+def _look_in(dataset: object, deep: int) -> Iterator[str | list[float]]:
+    if deep == 0:
+        return
+    kind = type(dataset)
+    if isinstance(dataset, Subset) and kind is Subset:
+        yield _split(dataset.indices)
+        yield from _look_in(dataset.dataset, deep - 1)
+    elif isinstance(dataset, ConcatDataset) and kind is ConcatDataset:
+        for each in dataset.datasets:
+            yield from _look_in(each, deep - 1)
+    elif isinstance(dataset, TensorDataset) and kind is TensorDataset:
+        yield from _rows(dataset)
+    elif isinstance(dataset, Dataset):
+        for value in vars(dataset).values():
+            if isinstance(value, Dataset):
+                yield from _look_in(value, deep - 1)
+
+
+def _split(indices: Any) -> str:
+    """Which samples were chosen: of very many every second, third … is looked at."""
+    try:
+        chosen = np.asarray(indices[:: max(1, -(-len(indices) // _MOST_INDICES))], dtype=np.int64)
+    except Exception:  # a sequence of the script's own kind
+        return "split"
+    return f"split {hashlib.sha256(chosen.tobytes()).hexdigest()[:16]}"
+
+
+def _rows(dataset: TensorDataset) -> Iterator[str | list[float]]:
+    if len(dataset) == 0:
+        return
+    rows = np.linspace(0, len(dataset) - 1, min(ROWS, len(dataset))).astype(int).tolist()
+    for tensor in dataset.tensors:
+        try:
+            for row in rows:  # each a view: what is copied in threads may not be forked from any more
+                yield from print_of(tensor[row])
+        except (Unknown, RuntimeError, NotImplementedError):  # rows of sparse tensors are none
+            yield "tensor"

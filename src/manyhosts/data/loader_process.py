@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PATIENCE = 5.0
-"""Seconds until a process that does not begin is forked once more; then twice as many, and so on.
+"""Seconds until a process that does not begin is forked again; then twice as many, and so on.
 
 One that is only slow has done nothing yet, so nothing is lost with it."""
 
@@ -61,7 +61,7 @@ class _Popen(Popen):
         finally:
             os.close(writer)
         try:
-            return bool(wait([reader], patience))  # also where it has ended: the loader tells of that
+            return bool(wait([reader], patience))  # also where it has ended: the loader reports that
         finally:
             os.close(reader)
 

@@ -8,7 +8,7 @@ because then a worker with several neighbouring parts reads one range, and parts
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +18,25 @@ from manyhosts.data.drawing import Weights, drawn
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Position:
+class Position(NamedTuple):
     """How far the data was read: `sample` samples of epoch `epoch`, both counted from 0."""
 
     epoch: int = 0
     sample: int = 0
 
 
-def permutation(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Indices:
+def permutation(
+    length: int, *, seed: int, epoch: int, shuffle: bool = True, generator: np.random.RandomState | None = None
+) -> Indices:
     """The order of `length` samples in `epoch`; shape `(length,)`.
 
     Made by NumPy's legacy generator, whose stream NumPy has promised never to change (NEP 19): a run can be resumed
-    and reproduced under a newer version.
+    and reproduced under a newer version. `generator`: one to seed, which takes a tenth of the time to make one.
     """
     if not shuffle:
         return np.arange(length, dtype=np.int64)
-    generator = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
+    generator = generator or np.random.RandomState(0)
+    generator.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
     return generator.permutation(length).astype(np.int64)
 
 
@@ -73,6 +75,7 @@ class Order:
         self._behind = length - batch + 1 if drop_last else length
         """No step begins at this sample or after it."""
         self._epoch = -1
+        self._generator = np.random.RandomState(0)
         self._permutation: Indices = np.empty(0, dtype=np.int64)
 
     def at(self, position: Position) -> Indices:
@@ -87,7 +90,7 @@ class Order:
             return self._own(epoch)
         if self.weights is not None:
             return drawn(self.weights, seed=self.seed, epoch=epoch)
-        return permutation(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        return permutation(self.length, seed=self.seed, epoch=epoch, shuffle=self.shuffle, generator=self._generator)
 
     def after(self, position: Position) -> Position:
         """Where the step that begins at `position` ends; the end of an epoch is the beginning of the next."""

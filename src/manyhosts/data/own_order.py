@@ -46,6 +46,6 @@ def asked(order: OrderOf, length: int, seed: int, epoch: int) -> Indices:
 
 
 def fingerprint(order: OrderOf, length: int, *, seed: int) -> str:
-    """What tells this order from others."""
+    """What identifies this order."""
     first = [asked(order, length, seed, epoch) for epoch in range(_COMPARED)]
     return hashlib.sha256(np.stack(first).tobytes()).hexdigest()[:16]

@@ -28,7 +28,7 @@ from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
 
 States = Mapping[str, Mapping[str, Any]]
-"""What datasets said of where they stood, by the number of their shard: `{"read": …, "dataset": …}`."""
+"""What datasets said of where they were, by the number of their shard: `{"read": …, "dataset": …}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +216,14 @@ class _Shard:
     """A shard that is being read, a step ahead: only so is it known which step is its last."""
 
     def __init__(self, stream: Stream, source: Pass, number: int, shards: int, read: int) -> None:
-        begin, behind = bounds(stream.batch, shards, number)
+        begin, end = bounds(stream.batch, shards, number)
         self.source, self.number, self.drop_last = source, number, stream.drop_last
-        self.most = behind - begin
+        self.most = end - begin
         """Samples that it gives to a step, while it can."""
         self.read = read
         """Samples that it has given."""
         self.state: Mapping[str, Any] | None = None
-        """What the dataset said of where it stood after those; None where it does not say so, or is at its end."""
+        """What the dataset said of where it was after those; None where it does not say so, or is at its end."""
         full = source.skip_to(read)
         self.ahead: list[Any] = self._next()
         if read and not (full and self.ahead):

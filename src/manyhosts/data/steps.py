@@ -45,7 +45,7 @@ class LoadedPiece:
 
 
 class DuePiece:
-    """A piece whose batch is fetched when it is asked for, and held by no one here: so few are in memory at a time."""
+    """A piece whose batch is fetched when it is asked for, and kept by no one here: so few are in memory at a time."""
 
     __slots__ = ("_asked", "_fetch", "plan")
 
@@ -88,7 +88,7 @@ class Step:
     """Of the first step of a stream that every worker reads entirely: what distinguishes its samples."""
     audits: Sequence[LoadedAudit] = ()
     """The same ones on every worker."""
-    held: Sequence[range] = ()
+    assignment: Sequence[range] = ()
     """The parts that each worker computes, by rank; empty: neighbouring ones, as evenly as integers allow."""
 
     def fetched(self, most: int | None = None) -> list[LoadedPiece]:
@@ -133,7 +133,7 @@ def plan_audits(indices: Indices, cut: Cut, position: Position) -> list[tuple[Au
             if rank in (audit.auditor, audit.third)
             else [],
         )
-        for audit in cut.audits.of(position, cut.parts, len(indices), cut.held)
+        for audit in cut.audits.of(position, cut.parts, len(indices), cut.assignment)
     ]
 
 
@@ -223,7 +223,7 @@ class _StepPlan:
     after: Position
     pieces: list[PiecePlan]
     audits: list[tuple[Audit, list[PiecePlan]]]
-    held: Sequence[range]
+    assignment: Sequence[range]
 
     def all_pieces(self) -> list[PiecePlan]:
         """What is to be fetched, in the order in which `loaded` asks for it."""
@@ -241,7 +241,9 @@ class _StepPlan:
         ]
         own = [DuePiece(piece, fetch, next(numbers), piece) for piece in self.pieces]
         ends = self.after.epoch > self.epoch
-        return Step(self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits, held=self.held)
+        return Step(
+            self.epoch, len(self.taken), self.after, ends, own, self.taken, audits=audits, assignment=self.assignment
+        )
 
 
 def _walk(order: Order, cuts: Cuts, position: Position) -> Iterator[_StepPlan]:
@@ -251,7 +253,7 @@ def _walk(order: Order, cuts: Cuts, position: Position) -> Iterator[_StepPlan]:
         after = order.after(position)
         cut = cuts.plan(position, after)
         audits = plan_audits(indices, cut, position)
-        yield _StepPlan(position.epoch, indices, after, plan_pieces(indices, cut), audits, cut.held)
+        yield _StepPlan(position.epoch, indices, after, plan_pieces(indices, cut), audits, cut.assignment)
         position = after
 
 

@@ -50,10 +50,10 @@ class Stream:
         self.name = name
         self.collate = collate or default_collate
         self.drop_last = drop_last
-        self.processes = min(processes, 1)  # a second process would read the same samples once more
+        self.processes = min(processes, 1)  # a second process would read the same samples again
 
     def steps(self, cuts: Cuts, position: Position, state: Mapping[str, Any]) -> Steps:
-        """Every step from `position` on; `state` is what the last step's `stream` held, empty at the beginning."""
+        """Every step from `position` on; `state` is what the last step's `stream` was, empty at the beginning."""
         return self.ahead(partial(self._steps, cuts, position, state))
 
     def ahead(self, make: Callable[[], Iterator[Made]]) -> Generator[Made, None, None]:
@@ -131,7 +131,7 @@ class Stream:
                 kept,
                 first_samples=seen,
                 audits=audits,
-                held=cut.held,
+                assignment=cut.assignment,
             )
             look = False
             begin, samples = begin + len(samples), following

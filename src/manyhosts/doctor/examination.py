@@ -27,7 +27,7 @@ _SPEED_S = 0.25
 _SPEED_ROUNDS = 2
 _MORE_SPEED_ROUNDS = 4
 _TORCH_S = 90.0
-_MEETING_S = 20.0
+_RENDEZVOUS_S = 20.0
 _READING_S = 120.0
 
 
@@ -50,7 +50,7 @@ class Examination:
     request: Request
     hosts: list[Facts] = field(default_factory=list)
     pairs: list[Facts] = field(default_factory=list)
-    meeting: Facts = field(default_factory=dict)
+    rendezvous: Facts = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0
 
@@ -62,8 +62,9 @@ class Examination:
     @classmethod
     def of_json(cls, request: Request, found: Facts) -> Examination:
         """From the result of `to_json`."""
-        kept = {name: found[name] for name in ("hosts", "pairs", "meeting", "seconds")}
-        return cls(request=request, findings=[Finding(**one) for one in found["findings"]], **kept)
+        kept = {name: found[name] for name in ("hosts", "pairs", "seconds")}
+        findings = [Finding(**one) for one in found["findings"]]
+        return cls(request=request, rendezvous=found["meeting"], findings=findings, **kept)
 
     def to_json(self) -> Facts:
         """Everything, by the names that docs/doctor.md explains."""
@@ -72,7 +73,7 @@ class Examination:
             "target": self.request.target,
             "hosts": self.hosts,
             "pairs": self.pairs,
-            "meeting": self.meeting,
+            "meeting": self.rendezvous,
             "findings": [finding.to_json() for finding in self.findings],
             "exit_code": self.exit_code,
             "seconds": self.seconds,
@@ -93,18 +94,18 @@ def examine(
         found.await_exercise()
         found.try_ways()
         found.compute()
-        found.meet()
+        found.try_rendezvous()
     here = [found.facts[each.name] for each in found.hosts.there]
     mine = hosts.versions_here(__version__)
     script = checksum.of_path(request.script) if request.script else None
     of_hosts = hosts.findings(here, mine, request.data, shares_disk=request.shares_disk, script=script)
     findings = [*found.hosts.lost, *of_hosts]
-    findings += [*network.findings(here, found.pairs), *network.of_rendezvous(here, found.meeting)]
+    findings += [*network.findings(here, found.pairs), *network.of_rendezvous(here, found.rendezvous)]
     return Examination(
         request=request,
         hosts=here,
         pairs=found.pairs,
-        meeting=found.meeting,
+        rendezvous=found.rendezvous,
         findings=worst_first(findings),
         seconds=time.monotonic() - begin,
     )
@@ -117,7 +118,7 @@ class _Rounds:
         self.hosts = ReachedHosts(reached)
         self.facts: dict[str, Facts] = {each.name: _first_facts(each) for each in reached}
         self.pairs: list[Facts] = []
-        self.meeting: Facts = {}
+        self.rendezvous: Facts = {}
         self._request, self._report = request, report
 
     def examine(self) -> None:
@@ -299,33 +300,33 @@ class _Rounds:
                     continue
                 _add_to(self.facts[name], said, unit="operations" if with_torch else "rounds of a loop")
 
-    def meet(self) -> None:
+    def try_rendezvous(self) -> None:
         """The rendezvous of all hosts that can compute, and a sum over them."""
         able = self._able()
         names = {each.name for each in able}
         closed = any(pair["trouble"] for pair in self.pairs if {pair["from"], pair["to"]} <= names)
         if len(able) < 2 or closed:  # where a way is closed it can only fail, which is reported already
             return
-        self._report("having all hosts meet")
+        self._report("trying the rendezvous of all hosts")
         address = self._address(able[0])
-        opened = self.hosts.ask(able[0], "exercise", do="open", address=address, allowed_s=_MEETING_S) or {}
-        self.meeting = {"hosts": [each.name for each in able], "address": address, "port": opened.get("port")}
+        opened = self.hosts.ask(able[0], "exercise", do="open", address=address, allowed_s=_RENDEZVOUS_S) or {}
+        self.rendezvous = {"hosts": [each.name for each in able], "address": address, "port": opened.get("port")}
         if "port" not in opened:
-            self.meeting["trouble"] = {able[0].name: opened.get("trouble", "the host is gone")}
+            self.rendezvous["trouble"] = {able[0].name: opened.get("trouble", "the host is gone")}
             return
-        where = {"address": address, "port": opened["port"], "size": len(able), "limit_s": _MEETING_S}
+        where = {"address": address, "port": opened["port"], "size": len(able), "limit_s": _RENDEZVOUS_S}
         ranks = {each.name: rank for rank, each in enumerate(able)}
 
         def join(each: Reached) -> Any:
-            return _exercise(each, "join", rank=ranks[each.name], allowed_s=2 * _MEETING_S + 10, **where)
+            return _exercise(each, "join", rank=ranks[each.name], allowed_s=2 * _RENDEZVOUS_S + 10, **where)
 
         said = self.hosts.each(join, able)
-        self.meeting["trouble"] = {name: one["trouble"] for name, one in said.items() if "trouble" in one}
-        if not self.meeting["trouble"] and said:
-            self.meeting["seconds"] = max(one["met_s"] for one in said.values())
-            self.meeting["sum_s"] = statistics.median(one["sum_s"] for one in said.values())
-            self.meeting["right"] = all(one["right"] for one in said.values())
-            self.meeting["faults"] = sorted({fault for one in said.values() for fault in one["faults"]})
+        self.rendezvous["trouble"] = {name: one["trouble"] for name, one in said.items() if "trouble" in one}
+        if not self.rendezvous["trouble"] and said:
+            self.rendezvous["seconds"] = max(one["met_s"] for one in said.values())
+            self.rendezvous["sum_s"] = statistics.median(one["sum_s"] for one in said.values())
+            self.rendezvous["right"] = all(one["right"] for one in said.values())
+            self.rendezvous["faults"] = sorted({fault for one in said.values() for fault in one["faults"]})
 
     def _address(self, each: Reached) -> str:
         return str(self.facts[each.name]["address"])

@@ -1,4 +1,4 @@
-"""What a host does with torch: computes for a while, meets the other hosts and adds up numbers with them.
+"""What a host does with torch: computes for a while, joins the rendezvous of all hosts and adds up numbers with them.
 
 Sent to the host's own Python as a program of its own. It takes questions as JSON objects, one on each line of its
 standard input, and answers each with one on its standard output.
@@ -99,7 +99,7 @@ class Rendezvous:
         return {"port": port}
 
     def join(self, rank: int, size: int, address: str, port: int, limit_s: float) -> dict[str, Any]:
-        """Meet the others and add up numbers with them, at most `limit_s` seconds for each.
+        """Join the others and add up numbers with them, at most `limit_s` seconds for each.
 
         Returns the seconds that the rendezvous took, those of one sum of 1 MiB, whether sums came out right, and what
         this version of PyTorch does otherwise than it says (see `silent_faults`).
@@ -183,8 +183,8 @@ def _bytes_sent() -> int:
 def main() -> None:
     """Load torch, say so, then answer until standard input ends. Ends at once: Gloo hangs when it is taken down."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the answers
-    meeting = Rendezvous()
+    os.dup2(2, 1)  # what libraries print must not come between the answers
+    rendezvous = Rendezvous()
     try:
         import torch
 
@@ -193,7 +193,7 @@ def main() -> None:
         begun = {"trouble": f"{type(error).__name__}: {error}"}
     out.write(json.dumps(begun) + "\n")
     out.flush()
-    deeds: dict[str, Callable[..., dict[str, Any]]] = {"speed": speed, "open": meeting.open, "join": meeting.join}
+    deeds: dict[str, Callable[..., dict[str, Any]]] = {"speed": speed, "open": rendezvous.open, "join": rendezvous.join}
     for line in sys.stdin:
         asked = json.loads(line)
         try:

@@ -111,7 +111,7 @@ def _of_quota(host: Facts) -> Iterator[Finding]:
             level="note",
             check="load",
             what=f"host {host['name']} has {reported['cores']} cores, and the CPU quota of this cgroup is {quota:.2g}"
-            " of them: when that is used up, all of its processes stand still for a moment",
+            " of them: when that is used up, all of its processes pause for a moment",
             where=f"host {host['name']}",
             fix="raise its cpu.max (CPUQuota= of systemd, --cpus of a container), or give workers fewer threads",
         )

@@ -247,21 +247,21 @@ FAULTS = {
 """By the words of `exercise.silent_faults`: what is wrong, and what to do."""
 
 
-def of_rendezvous(hosts: Sequence[Facts], meeting: Facts) -> Iterator[Finding]:
+def of_rendezvous(hosts: Sequence[Facts], rendezvous: Facts) -> Iterator[Finding]:
     """What is wrong with the rendezvous and the sum over all hosts."""
     interfaces = ", ".join(sorted({host["interface"] for host in hosts if host["interface"]}))
     fix = f"see the findings about connections; workers talk over {interfaces}: that interface must lead to all hosts"
-    trouble = meeting.get("trouble", {})
+    trouble = rendezvous.get("trouble", {})
     if trouble:
         name, said = next(iter(trouble.items()))
         others = f" (and {len(trouble) - 1} more)" if len(trouble) > 1 else ""
-        what = f"the hosts do not get to meet and add up numbers; host {name}{others}: {said}"
-        where = f"at {meeting['address']} port {meeting['port']}"
+        what = f"the rendezvous and the sum over all hosts failed; host {name}{others}: {said}"
+        where = f"at {rendezvous['address']} port {rendezvous['port']}"
         yield Finding(level="error", check="rendezvous", what=what, where=where, fix=fix, kind="network")
-    elif meeting.get("right") is False:
+    elif rendezvous.get("right") is False:
         what = "a sum over all hosts came out wrong"
         yield Finding(level="error", check="rendezvous", what=what, where="between the hosts", fix=fix, kind="network")
-    for fault in meeting.get("faults", ()):
+    for fault in rendezvous.get("faults", ()):
         what, fix = FAULTS[fault]
         yield Finding(level="warning", check="collectives", what=what, where="PyTorch over Gloo", fix=fix)
 

@@ -1,4 +1,4 @@
-"""Continuing in one call when workers are lost or come: those that are left meet, and all take the most advanced state.
+"""Continuing in one call when workers are lost or come: those that are left form a group, with the most advanced state.
 
 The rule is one for every call: the state of the most advanced worker is taken by all others. A call that is made again
 from its beginning (an evaluation) has nothing but what was there before it, so there all that were there are level.
@@ -90,7 +90,7 @@ class Rendezvous:
                 fix="see what was printed about the others",
             ) from None
         try:
-            self._meet(group, lost=False)
+            self._enter(group, lost=False)
         except NoWorkerHasState as cause:
             raise CommunicationError(str(cause), where="recovery", fix="start it again") from None
         except Exception as error:
@@ -99,7 +99,7 @@ class Rendezvous:
             self.go_on(error)
 
     def go_on(self, error: Exception | None) -> None:
-        """Leave the group that broke or is to change, meet those that are left, and stand where all can continue.
+        """Leave the group that broke or is to change, join those that are left, and be where all can continue.
 
         `error`: what broke it; None where all is well, and somebody waits to join.
 
@@ -118,7 +118,7 @@ class Rendezvous:
                 self.refused = str(refused)
                 raise error or _ended(self.refused) from None
             try:
-                self._meet(group, lost=lost)
+                self._enter(group, lost=lost)
             except NoWorkerHasState as cause:
                 raise error or _ended(str(cause)) from None
             except Exception as again:
@@ -128,7 +128,7 @@ class Rendezvous:
             else:
                 return
 
-    def _meet(self, group: Group, *, lost: bool) -> None:
+    def _enter(self, group: Group, *, lost: bool) -> None:
         """Be in the new group, and as far as the farthest in it.
 
         Raises:
@@ -160,7 +160,7 @@ class Rendezvous:
             work.met(group, source, progress)
         if work.records is not None:
             redone = max(0, max(each.tried for each in progress) - work.step)
-            self._tell(work.records, group, redone=redone)
+            self._report(work.records, group, redone=redone)
             work.lost = ""
             work.records.copy_records()
 
@@ -172,20 +172,20 @@ class Rendezvous:
         copy.
         """
         in_parts, work = len({each.part for each in progress}) > 1, self.work
-        behind = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
-        present = [rank for rank in behind if in_parts and progress[rank].step != NO_STATE]
+        lagging = [rank for rank, found in enumerate(progress) if found.reached != progress[source].reached]
+        present = [rank for rank in lagging if in_parts and progress[rank].step != NO_STATE]
         state_transfer.pass_on(self.world, source, present, partial(work.state, but_parts=True), work.take_state)
-        lacking = {rank: givers[rank] for rank in behind if rank not in present}
+        lacking = {rank: givers[rank] for rank in lagging if rank not in present}
         state_transfer.pass_on_all(self.world, lacking, work.state, work.take_state)
 
-    def _tell(self, records: Records, group: Group, *, redone: int) -> None:
-        if not self.world.is_leader:
+    def _report(self, records: Records, group: Group, *, redone: int) -> None:
+        if not self.world.is_rank_0:
             return
-        records.become_leader()
+        records.become_rank_0()
         now, step = time.time(), self.work.step
         if group.reason:
             lost_s = time.monotonic() - self.work.since
-            records.tell(
+            records.emit(
                 Recovered(
                     step=step,
                     reason=group.reason,
@@ -197,7 +197,7 @@ class Rendezvous:
                 )
             )
         else:
-            records.tell(Note(text=f"continues {group.how}", step=step, time=now))
+            records.emit(Note(text=f"continues {group.how}", step=step, time=now))
         records.flush()  # the next failure may come soon, and to this worker
 
 

@@ -1,7 +1,7 @@
 """The calls that all workers of a script make together, in order: `fit`, `validate`, `test`, and trainers made later.
 
 The first of them lets workers go and come; from then on each has a number. Where workers are lost in a call, those
-that are left meet in a new group and make it again from where it stood: see `rendezvous`. A worker that comes late runs
+that are left form a new group and make it again from where it was: see `rendezvous`. A worker that comes late runs
 the script from its beginning. Of a call that the others have finished it gets the result (`CallAlreadyFinished`),
 and joins them in the first that they have not: there it is given what every trainer of the script holds.
 """
@@ -29,7 +29,7 @@ class CollectiveCalls:
         """Whether no worker continues without the others any more."""
         self.layout: PartOfCopy | None = None
         """This worker's place where several make one copy of the model, as the last call that began had it."""
-        self.new = world.apart
+        self.new = world.is_joining
         """Whether this worker has yet to be given the state of the others."""
         self._providers: weakref.WeakValueDictionary[int, StateProvider] = weakref.WeakValueDictionary()
 

@@ -40,7 +40,7 @@ class WorkerProgress:
 
 
 def most_advanced(progress: Sequence[WorkerProgress], *, part: int | None = None) -> int:
-    """The rank whose state is taken by those that are behind: of several that are level, the first that is not new.
+    """The rank whose state is taken by those that lag: of several that are level, the first that is not new.
 
     `part`: among those that have this part of a copy of the model.
     """
@@ -51,10 +51,10 @@ def most_advanced(progress: Sequence[WorkerProgress], *, part: int | None = None
 class Records(Protocol):
     """What is written and printed of a run when its workers change."""
 
-    def become_leader(self) -> None:
-        """Be the leader from now on, and record what every worker knows and the last leader has not written."""
+    def become_rank_0(self) -> None:
+        """Be rank 0 from now on, and record what every worker knows and the last rank 0 has not written."""
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Pass `event` to the listeners."""
 
     def flush(self) -> bool:
@@ -85,7 +85,7 @@ class StateProvider(Protocol):
 class RecoverableCall(Protocol):
     """What workers do together in one call, and continue with when some of them are lost.
 
-    What is written here is that of a call with no progress of its own: all stand at its beginning.
+    What is written here is that of a call with no progress of its own: all are at its beginning.
     """
 
     lost: str = ""
@@ -138,7 +138,7 @@ class RecoverableCall(Protocol):
         return
 
     def state(self, *, but_parts: bool = False) -> dict[str, Any]:
-        """All that a worker behind this one lacks. `but_parts`: it has another part of the model, and that of now."""
+        """All that a worker lacks which lags. `but_parts`: it has another part of the model, and that of now."""
         return {}
 
     def take_state(self, given: Mapping[str, Any]) -> None:

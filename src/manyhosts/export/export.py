@@ -49,10 +49,11 @@ class Request:
         return self.output or run_directory(self.run_dir).path / "exports" / name
 
 
-def export(request: Request, tell: Callable[[str], None] = lambda _: None) -> tuple[Path, Description]:
+def export(request: Request, report: Callable[[str], None] = lambda _: None) -> tuple[Path, Description]:
     """Write the export of a run, compare it with the trained model, and put it in its place when it is complete.
 
-    `tell` hears what is being done. An export that was there before is replaced when the new one has been verified.
+    `report` is called with what is being done. An export that was there before is replaced when the new one has been
+    verified.
 
     Raises:
         ConfigError: there is no such run or snapshot, the model cannot be written so, or a package is missing.
@@ -63,7 +64,7 @@ def export(request: Request, tell: Callable[[str], None] = lambda _: None) -> tu
         raise ConfigError("there is something else in its place", where=str(folder), fix="choose another --output DIR")
     writes, reads = BY_NAME[request.format]
     half = folder.with_name(f".{folder.name}.{os.getpid()}.half")
-    tell("running the script up to fit, and loading the weights")
+    report("running the script up to fit, and loading the weights")
     with open_run(request.run_dir, snapshot=request.snapshot) as opened:
         run = opened.with_model(request.model)
         call = ModelCall(run)
@@ -72,9 +73,9 @@ def export(request: Request, tell: Callable[[str], None] = lambda _: None) -> tu
         described = replace(describe(run, call, wanted, batches), format=request.format, precision=request.precision)
         try:
             half.mkdir(parents=True)
-            tell(f"writing {request.format}")
+            report(f"writing {request.format}")
             writes(half, call, request.precision)
-            tell(f"comparing with the trained model on {sum(len(row[0]) for row in batches)} samples")
+            report(f"comparing with the trained model on {sum(len(row[0]) for row in batches)} samples")
             found = reads(half, call, batches, request.precision)
             verified = compare(wanted, found, call.outputs, precision=request.precision, where=str(run.snapshot))
             described = replace(

@@ -49,7 +49,7 @@ def place(address: str, port: int) -> str:
 
 
 def address_and_port(place: str) -> tuple[str, int]:
-    """What `place` has put together; a name may stand for the address."""
+    """What `place` has put together; a name may be given for the address."""
     address, _, port = place.rpartition(":")
     return address.strip("[]"), int(port)
 

@@ -23,7 +23,7 @@ def here(manyhosts: str) -> dict[str, str]:
 
 
 def see_that_each_is_named_once(facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """See that no two names stand for one machine: two agents of one host would write to the same files.
+    """See that no two names mean one machine: two agents of one host would write to the same files.
 
     Raises:
         LaunchError: two do.
@@ -109,7 +109,7 @@ def see_that_they_agree(
                 )
 
 
-def see_that_they_meet(
+def check_connections(
     names: Sequence[str], places: Sequence[tuple[str, int]], answers: Sequence[Sequence[str]]
 ) -> None:
     """See that every host reached the place (address, port) of every other; `answers` say why not, by host and place.

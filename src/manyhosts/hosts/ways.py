@@ -36,7 +36,7 @@ class Place:
     gpus: int = 0
     """How many GPUs its workers have: NCCL opens connections in both directions."""
     keeps_store: bool = False
-    """Whether workers meet at a store there, to which each of them opens a connection."""
+    """Whether the workers' rendezvous is a store there, to which each of them opens a connection."""
 
 
 def opens(one: str, other: str) -> bool:

@@ -131,7 +131,7 @@ def _run(plan: Plan, display: Display, left: takeover.HeadCheckpoint | None) -> 
         gone=[] if left is None else _gone(left),
         name=lambda nodes: joining.restore(known, nodes),
     )
-    job = replace(job, environment={**job.environment, run_directory.APART: "1"})
+    job = replace(job, environment={**job.environment, run_directory.SEPARATE_DISKS: "1"})
     remote_probe.write_marker(str(job.run_dir), joining.mark)
     try:
         start = _starter(plan, address, display)

@@ -90,7 +90,7 @@ def directory_of(word: str) -> Path:
 
 
 def directory_or_store(word: str) -> str:
-    """As `directory_of`, where the address of an object store may stand, too."""
+    """As `directory_of`, where the address of an object store is allowed, too."""
     kind, separator, _ = word.partition("://")
     is_named = word == LAST or (separator and kind in LAUNCHERS.names())
     return str(directory_of(word)) if is_named else word

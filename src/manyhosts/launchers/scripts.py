@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,14 @@ _READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lo
 """What commands read of a run directory, in addition to the snapshots."""
 Kind = Literal["script", "module", "executable"]
 
-TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim", "torch._dynamo")
-"""What a first training step needs; the last alone takes 0.9 s when the first optimizer drags it in."""
+TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim")
+"""What a first training step needs."""
+COMPILER = "torch._dynamo"
+"""Half a second more, for what is compiled, and for optimizers of a script that does not use manyhosts."""
+IN_PARTS = (COMPILER, "torch.distributed.tensor")
+"""A second more, for a model that is compiled or kept in parts."""
+_CHOICES = re.compile(r"\b(compile|mesh|strategy)\b")
+"""The settings by which a script asks for that."""
 
 
 def kind_of(*, module: bool, no_python: bool) -> Kind:
@@ -201,8 +207,10 @@ def _same_script(record: Mapping[str, Any], asked: Path) -> bool:
     return not there.exists() or there.samefile(asked)
 
 
-def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...]:
+def preload(program: str, kind: Kind, own: Sequence[str] = (), *, settings: Collection[str] = ()) -> tuple[str, ...]:
     """The modules that a host should load once for all workers of `program`: torch, and `own` if it uses manyhosts.
+
+    `settings`: those that the command line changes, by name.
 
     Nothing for an executable, for a script that imports the standard library alone, and for one that sets variables
     which torch reads when it is loaded: each worker then loads it by itself.
@@ -210,13 +218,16 @@ def preload(program: str, kind: Kind, own: Sequence[str] = ()) -> tuple[str, ...
     if kind == "executable" or set_before_torch(file_of(program, kind)):
         return ()
     try:
-        imported = _imports(Path(program).read_text()) if kind == "script" else {program.partition(".")[0]}
+        source = Path(program).read_text() if kind == "script" else ""
+        imported = _imports(source) if kind == "script" else {program.partition(".")[0]}
     except (OSError, ValueError, SyntaxError):
         return ()
     if imported <= sys.stdlib_module_names:
         return ()
     metrics = ["torchmetrics"] if "torchmetrics" in imported else []  # a second, for everybody at once
-    return (*TORCH, *metrics, *own) if "manyhosts" in imported else (*TORCH, *metrics)
+    if "manyhosts" not in imported:
+        return (*TORCH, COMPILER, *metrics)
+    return (*TORCH, *(IN_PARTS if _CHOICES.search(" ".join([source, *settings])) else ()), *metrics, *own)
 
 
 def uses_manyhosts(program: str, kind: Kind) -> bool:
@@ -326,7 +337,7 @@ def _names_set_by(statement: ast.stmt) -> Iterator[str]:
 
 
 def _words_of_call(call: ast.Call) -> list[ast.expr]:
-    """Where the names stand in `os.environ.setdefault(name, …)`, `os.environ.update(…)` and `os.putenv(name, …)`."""
+    """Where the names are in `os.environ.setdefault(name, …)`, `os.environ.update(…)` and `os.putenv(name, …)`."""
     function = call.func
     if not isinstance(function, ast.Attribute) or function.attr not in _SETTERS:
         return []

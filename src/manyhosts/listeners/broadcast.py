@@ -1,4 +1,4 @@
-"""Tells every listener what happened; one that fails, or that training waits for, is named, and training continues."""
+"""Passes each event to each listener; one that fails, or that training waits for, is named, and training continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
+from manyhosts.errors import check_run
 from manyhosts.events import Event, Listener
 
 _LOG = logging.getLogger("manyhosts")
@@ -22,6 +24,8 @@ class Broadcast:
 
     def __init__(self, listeners: Iterable[Listener]) -> None:
         self.listeners = list(listeners)
+        self._hear: dict[type[Event], list[tuple[int, Callable[[Event], object]]]] = {}
+        """By the kind of an event, those that hear of it, with their places."""
         self.failures: Counter[int] = Counter()
         """How often each has failed, by its place."""
         self._spent = [0.0] * len(self.listeners)
@@ -29,27 +33,35 @@ class Broadcast:
         self._began = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
-        """Tell `event` to all. A listener that fails misses what it failed at, and nothing else."""
+        """Pass `event` to all. A listener that fails misses what it failed at, and nothing else."""
         begin = time.perf_counter()
-        for place, listener in enumerate(self.listeners):
+        kind = type(event)
+        for place, listener in self._hear.get(kind) or self._hearing(kind):
             try:
-                listener(event)
+                found = listener(event)
+                if found is not None:
+                    check_run(found, what="it", where="mh.Trainer(listeners=…)")
             except Exception as error:
                 self.failures[place] += 1
                 if self.failures[place] == 1:
                     words = "the listener %s failed at %s of step %d%s; training continues, and so do its calls: %s"
-                    name, where = type(event).__name__, _where(error)
-                    _LOG.warning(words, _name(listener), name, event.step, where, _in_words(error))
+                    who, where = _name(self.listeners[place]), _where(error)
+                    _LOG.warning(words, who, kind.__name__, event.step, where, _in_words(error))
             begin, before = time.perf_counter(), begin
-            self._spent[place] += begin - before
-            self._name_slow(place, begin - self._began)
+            self._spent[place] = spent = self._spent[place] + begin - before
+            if spent > _SLOW_SHARE * (begin - self._began) > _SLOW_SHARE * _SLOW_AFTER_S:
+                self._name_slow(place, begin - self._began)
+
+    def _hearing(self, kind: type[Event]) -> list[tuple[int, Callable[[Event], object]]]:
+        """Those that hear of events of this kind: all but those who say `HEARS`, and not this one."""
+        calls = enumerate(cast(list[Callable[[Event], object]], self.listeners))
+        self._hear[kind] = [(place, each) for place, each in calls if kind in getattr(each, "HEARS", (kind,))]
+        return self._hear[kind]
 
     def _name_slow(self, place: int, passed: float) -> None:
-        spent = self._spent[place]
-        if passed > _SLOW_AFTER_S and spent > _SLOW_SHARE * passed:
-            self._spent[place] = -math.inf  # once
-            words = "training waits for the listener %s: %.1f of %.1f s until now; have it do its work on a thread"
-            _LOG.warning(words, _name(self.listeners[place]), spent, passed)
+        words = "training waits for the listener %s: %.1f of %.1f s until now; have it do its work on a thread"
+        _LOG.warning(words, _name(self.listeners[place]), self._spent[place], passed)
+        self._spent[place] = -math.inf  # once
 
     def flush(self) -> bool:
         """Have all that was reported on the disk, where a listener writes. The loop calls it before each snapshot.

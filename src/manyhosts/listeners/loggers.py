@@ -77,7 +77,7 @@ class Logger:
         self.write_rest()
 
     def begin_at(self, step: int) -> None:
-        """The run begins, or is resumed, after `step`: what later steps had is reported once more."""
+        """The run begins, or is resumed, after `step`: what later steps had is reported again."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write `rows`, in their order."""
@@ -107,7 +107,7 @@ class CSVLogger(Logger):
         self._replace(kept)
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Add lines; a new column has the table written once more."""
+        """Add lines; a new column has the table written again."""
         lines = [{"step": str(row.step), "time": f"{row.time:.3f}", **_texts(row.values)} for row in rows]
         old = self._read() if not self._columns else None
         if new := [name for name in dict.fromkeys(key for line in lines for key in line) if name not in self._columns]:

@@ -23,9 +23,9 @@ class WriteMetrics:
         if type(event) is StepDone:
             self.metrics.add(event)
         elif isinstance(event, ValidationDone | SnapshotSaved) and event.step == self._resumed_at:
-            self.metrics.tell_again(event)  # where the run continues from a snapshot whose validation was cut off
+            self.metrics.write_again(event)  # where the run continues from a snapshot whose validation was cut off
         elif isinstance(event, TestDone):
-            self.metrics.tell_again(event)  # a script that was killed after its test makes it once more
+            self.metrics.write_again(event)  # a script that was killed after its test makes it again
         else:
             self._before(event)
             self.metrics.add(event)

@@ -1,4 +1,4 @@
-"""Tells the person who started the run how far it is, a few times a second."""
+"""Shows the person who started the run how far it is, a few times a second."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ShowProgress:
         self._loss_since, self._samples_since = 0.0, 0
         """Of the steps since the last line that reported their loss."""
         self._background_writer: BackgroundWriter[Event] = BackgroundWriter(
-            self._tell, every_s=_EVERY_S, name="shows progress"
+            self._show_events, every_s=_EVERY_S, name="shows progress"
         )
 
     def __call__(self, event: Event) -> None:
@@ -74,7 +74,7 @@ class ShowProgress:
         self._background_writer.close()
         self._voice.close()
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _show_events(self, events: Sequence[Event]) -> None:
         new_steps: list[StepDone] = []
         for event in events:
             if self._epoch is not None and not isinstance(event, ValidationDone):

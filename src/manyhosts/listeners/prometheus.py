@@ -1,4 +1,4 @@
-"""Serves the metrics of a run for Prometheus to fetch, on the leader: how far it is, how fast, and who holds it up."""
+"""Serves the metrics of a run for Prometheus to fetch, on rank 0: how far it is, how fast, and who holds it up."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Figures:
         yield counter(
             "manyhosts_steps", "Optimizer steps of the run, those before a resume included", value=self._steps
         )
-        yield counter("manyhosts_samples", "Samples trained on since this leader began", value=self._samples)
+        yield counter("manyhosts_samples", "Samples trained on since rank 0 began", value=self._samples)
         yield counter("manyhosts_restarts", "Times that training continued after a failure", value=self._restarts)
         if self._last is not None:
             yield gauge("manyhosts_loss", "Loss of the last step, the mean over its batch", value=self._last.loss)
@@ -111,7 +111,7 @@ class Figures:
         yield slow
 
     def _of_a_worker_alone(self) -> tuple[WorkerTimes, ...]:
-        """Of the leader, where no other is there or none has reported its times yet."""
+        """Of rank 0, where no other is there or none has reported its times yet."""
         steps = [step.timing for step in self._recent]
         if not steps:
             return ()

@@ -1,4 +1,4 @@
-"""The listeners that every run has on its leader."""
+"""The listeners that every run has on rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from manyhosts.events import Event, Listener, RunEnded, RunStarted
 from manyhosts.listeners.last_screen import last_screen, row_of_test
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.progress import ShowProgress
-from manyhosts.listeners.prometheus import ServeMetrics
 from manyhosts.listeners.summary import WriteSummary
 from manyhosts.listeners.tensorboard import WriteTensorBoard
 from manyhosts.listeners.voice import Voice, voice
@@ -29,7 +28,7 @@ def standard(
     """Metrics file, TensorBoard, progress and summary, for a `Broadcast`.
 
     `to` is where they speak: where it is left out, the head of `manyhosts run`, or this process's output. The progress
-    comes before the summary, so that its last line is above the last screen. One that takes over from another leader
+    comes before the summary, so that its last line is above the last screen. One that takes over from another rank 0
     gives its `metrics`, and with what the run `started`.
 
     Raises:
@@ -44,8 +43,13 @@ def standard(
     restarts, place = Place.from_environment().restart, metrics_port.asked()
     if started is not None:
         restarts = max(restarts, metrics.restarts())  # another worker has seen them
+    served: list[Listener] = []
+    if place is not None:
+        from manyhosts.listeners.prometheus import ServeMetrics  # and with it a server, where it is asked for
+
+        served.append(ServeMetrics(place, record, restarts=restarts))
     return [
-        *([] if place is None else [ServeMetrics(place, record, restarts=restarts)]),
+        *served,
         WriteMetrics(metrics),
         WriteTensorBoard(run.tensorboard),
         ShowProgress(to, record, run.path, restarts=restarts, started=started),

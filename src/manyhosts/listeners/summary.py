@@ -15,6 +15,8 @@ from manyhosts.records.summary import Summary, summarise
 class WriteSummary:
     """Reckons the summary from the metrics' lines, so that it is right across restarts."""
 
+    HEARS = (RunEnded, TestDone)
+
     def __init__(
         self, path: Path, file: metrics.MetricsFile, record: RunRecord, show: Callable[[Summary, Event], None]
     ) -> None:
@@ -23,7 +25,7 @@ class WriteSummary:
 
     def __call__(self, event: Event) -> None:
         """Take note of `event`."""
-        if isinstance(event, RunEnded | TestDone):
+        if isinstance(event, self.HEARS):
             trouble: OSError | None = None
             try:
                 self.file.flush()

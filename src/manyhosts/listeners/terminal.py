@@ -1,7 +1,7 @@
 """The display of a run: one live line at the bottom of a terminal, everything else above it; plain lines elsewhere.
 
 The live line is redrawn in one write, over itself, so that it never flickers. The owner of the terminal owns the
-display: the process of a script that runs alone, or the head of `manyhosts run`, which its workers tell what to show.
+display: the process of a script that runs alone, or the head of `manyhosts run`, which workers send what to show.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who shows what the leader has to say: the terminal of this process, or the head of `manyhosts run`."""
+"""Who shows what rank 0 has to say: the terminal of this process, or the head of `manyhosts run`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ToTerminal:
 
     def __init__(self, shown: Display) -> None:
         self._shown = shown
-        atexit.register(shown.close)  # a script that fails leaves no live line behind
+        atexit.register(shown.close)  # a script that fails leaves no live line
 
     def say(self, text: str) -> None:
         """Lines that stay."""

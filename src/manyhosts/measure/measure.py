@@ -1,4 +1,4 @@
-"""Measures a script: starts it on one worker, then on several at once, and puts together what they tell."""
+"""Measures a script: starts it on one worker, then on several at once, and puts together what they report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from manyhosts.config import overrides
 from manyhosts.config.strategies import BY_NAME, CUTS, DDP
 from manyhosts.control import variables
+from manyhosts.control.agent import warm
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError, ScriptError
 from manyhosts.launchers import scripts
@@ -26,7 +27,10 @@ _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyh
 """Loaded once for all that is started."""
 SETTINGS = {"duration": "1000000000 steps", "snapshots.every": "1000000000 steps", "snapshots.to": "none"}
 """However short the training is, there are steps enough to time; and nothing is kept of them."""
-_TOGETHER_S = 4.0
+_ALONE, _TOGETHER = 0.6, 0.45
+"""Shares of the time: for one worker, and for each number of them at once."""
+_WARM_S, _LAST_S = 30.0, 0.1
+"""How long torch stays loaded on the hosts of a start for the next one, and after the last one."""
 _FEWEST_ABLE, _FOR_A_CORE = 4, 2
 _MOST_TOGETHER = 3
 """Numbers of workers that are tried at once."""
@@ -73,7 +77,7 @@ class Found:
 class Told:
     """What the workers of one start have said, and how they ended."""
 
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
     by_kind: dict[str, dict[str, Any]] = field(default_factory=dict)
     error: ManyhostsError | None = None
     output: Sequence[str] = ()
@@ -85,7 +89,7 @@ class Told:
             return
         self.by_kind[said["kind"]] = said
         if said["kind"] == "measures":
-            self.tell(str(said["what"]))
+            self.report(str(said["what"]))
 
     def of(self, kind: str, script: str) -> dict[str, Any]:
         """What was said of this kind.
@@ -114,8 +118,8 @@ Starts = Callable[[Request, int, int], Told]
 """Starts the script to be measured, to its end: so many nodes, and workers on each."""
 
 
-def measure(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | None = None) -> Found:
-    """Measure on this machine. `tell` hears what is being measured, for somebody who waits.
+def measure(asked: Asked, report: Callable[[str], None], stage: LocalTrialRunner | None = None) -> Found:
+    """Measure on this machine. `report` is called with what is being measured, for somebody who waits.
 
     `stage` is what workers are forked from, where one is there already; it stays.
 
@@ -124,18 +128,18 @@ def measure(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner |
         ManyhostsError: it fails.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    with _on_this_machine(asked, tell, stage) as start:
+    with _on_this_machine(asked, report, stage) as start:
         return collect(asked, start)
 
 
 def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     """Start as often as is needed. `between`: there are several machines to try the network between."""
-    alone = start(Request(workers=asked.workers, seconds=asked.seconds, patience_s=asked.patience_s), 1, 1)
+    alone = start(Request(workers=asked.workers, seconds=_ALONE * asked.seconds, patience_s=asked.patience_s), 1, 1)
     reported = alone.of("measured", asked.script)
     measured = Measured.from_json(reported["measured"])
     together = Request(
         workers=asked.workers,
-        seconds=_TOGETHER_S,
+        seconds=_TOGETHER * asked.seconds,
         patience_s=asked.patience_s,
         together=True,
         uncut=reported["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
@@ -145,8 +149,7 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     of_hosts: dict[int, float] = {}
     tried: list[Tried] = []
     sizes = [(1, count) for count in _tried(asked, measured, reported["devices"])]
-    # Two hosts are not four halves: what they share, cores and a switch, is shared by fewer.
-    sizes += [(nodes, 1) for nodes in sorted({2, max(asked.nodes)} & {*asked.nodes} - {1})] if between else []
+    sizes += [(nodes, 1) for nodes in _tried_hosts(asked)] if between else []
     for nodes, each in sizes:
         said = start(together, nodes, each).of("together", asked.script)
         sharing = 1 if nodes == 1 else int(said["of_one_machine"])
@@ -161,6 +164,7 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         if each > 1 or sharing > 1:
             (contention if nodes == 1 else of_hosts)[each * sharing] = _slower(said, measured, at_once=each * sharing)
             spreads.append(said["pass_spread_s"] / said["pass_s"])
+    tried.sort(key=lambda each: (each.nodes, each.workers_per_node))
     measured = replace(
         measured,
         contention={count: times for count, times in contention.items() if times},
@@ -206,13 +210,21 @@ def _tried(asked: Asked, measured: Measured, devices: int) -> list[int]:
     return able if len(able) <= _MOST_TOGETHER else [*able[: _MOST_TOGETHER - 1], able[-1]]
 
 
+def _tried_hosts(asked: Asked) -> list[int]:
+    """How many hosts at once. All of them come first: where torch is loaded it stays so.
+
+    Two hosts are not four halves: what they share, cores and a switch, is shared by fewer.
+    """
+    return sorted({2, max(asked.nodes)} & {*asked.nodes} - {1}, reverse=True)
+
+
 def make_stage(asked: Asked) -> LocalTrialRunner:
     """What workers are forked from: it has loaded what the script needs."""
     return LocalTrialRunner(scripts.preload(asked.script, "script", own=_TRAINING), asked.folder)
 
 
 @contextlib.contextmanager
-def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: LocalTrialRunner | None) -> Iterator[Starts]:
+def _on_this_machine(asked: Asked, report: Callable[[str], None], given: LocalTrialRunner | None) -> Iterator[Starts]:
     """Workers forked from one process."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manyhosts-plan-", ignore_cleanup_errors=True))
@@ -225,8 +237,8 @@ def _on_this_machine(asked: Asked, tell: Callable[[str], None], given: LocalTria
             nonlocal number
             assert nodes == 1, f"{nodes} machines, and this is one"
             number += 1
-            reported = Told(tell)
-            tell("starting the script")
+            reported = Told(report)
+            report("starting the script")
             job = Job(
                 program=asked.script,
                 arguments=asked.arguments,
@@ -253,18 +265,19 @@ def settings_of(asked: Asked, request: Request) -> dict[str, str]:
         of_others = {each.name for kind in BY_NAME.values() for each in fields(kind)} - {
             each.name for each in fields(DDP)
         }
-        settings = {key: value for key, value in settings.items() if key not in of_others} | {"strategy": DDP.name}
+        kept = {key: value for key, value in settings.items() if key not in of_others and not key.startswith("mesh.")}
+        settings = kept | {"strategy": DDP.name}
     return settings
 
 
-def measure_on_hosts(asked: Asked, where: Where, tell: Callable[[str], None]) -> Found:
+def measure_on_hosts(asked: Asked, where: Where, report: Callable[[str], None]) -> Found:
     """As `measure`, where it will run: each start is an ordinary `manyhosts run`, whose workers measure.
 
     Raises:
         LaunchError: they could not be started; what `manyhosts run` said of it is reported.
         Interrupted: by a signal.
     """
-    with _by_run(asked, where, tell) as start:
+    with _by_run(asked, where, report) as start:
         return collect(asked, start, between=True)
 
 
@@ -279,7 +292,7 @@ def command(asked: Asked, where: Where, request: Request, nodes: int, workers_pe
 
 
 @contextlib.contextmanager
-def _by_run(asked: Asked, where: Where, tell: Callable[[str], None]) -> Iterator[Starts]:
+def _by_run(asked: Asked, where: Where, report: Callable[[str], None]) -> Iterator[Starts]:
     # What an engine starts must see its run directory: the nodes of Slurm share the folder that one works in, not /tmp.
     place = None if where.hosts else asked.folder
     with tempfile.TemporaryDirectory(prefix="manyhosts-plan-", dir=place, ignore_cleanup_errors=True) as folder:
@@ -289,21 +302,25 @@ def _by_run(asked: Asked, where: Where, tell: Callable[[str], None]) -> Iterator
             nonlocal number
             number += 1
             on = f"{nodes} host{'s' * (nodes > 1)}"
-            tell(f"starting {workers_per_node * nodes} worker{'s' * (workers_per_node * nodes > 1)} on {on}")
+            report(f"starting {workers_per_node * nodes} worker{'s' * (workers_per_node * nodes > 1)} on {on}")
             words = ["run", *command(asked, where, request, nodes, workers_per_node)]
             for key, value in {**request.environment(), variables.FIRST: INSIDE}.items():
                 words += ["--env", f"{key}={value}"]
             for name in asked.environment:
                 words += ["--env", name]  # its value is seen by no one who lists processes
+            if where.hosts:
+                words.append("--warm")
             words += ["--run-dir", str(Path(folder) / str(number)), asked.script, *asked.arguments]
-            return _heard([*where.program, *words], Path(folder) / f"{number}.log", asked, tell)
+            stays = {warm.VARIABLE: str(_WARM_S if nodes not in _tried_hosts(asked)[-1:] else _LAST_S)}
+            given = replace(asked, environment={**asked.environment, **stays})
+            return _heard([*where.program, *words], Path(folder) / f"{number}.log", given, report)
 
         yield start
 
 
-def _heard(words: Sequence[str], log: Path, asked: Asked, tell: Callable[[str], None]) -> Told:
+def _heard(words: Sequence[str], log: Path, asked: Asked, report: Callable[[str], None]) -> Told:
     """Run a command to its end, hearing each line."""
-    reported = Told(tell)
+    reported = Told(report)
     with Signals() as signals:
         trial = Trial(words, log, environment=asked.environment, folder=asked.folder, hear=reported.hear)
         code = trial.wait(signals)

@@ -75,12 +75,12 @@ def slowdown(measured: Measured, group: Group) -> float:
     Where it was not measured, workers of a CPU are taken to share its cores out, and to need as many core-seconds as
     before.
     """
-    beside = group.beside
-    known = measured.contention_of_hosts if beside > group.workers_per_node else measured.contention
-    if beside in known:
-        shared = known[beside]
+    per_machine = group.per_machine
+    known = measured.contention_of_hosts if per_machine > group.workers_per_node else measured.contention
+    if per_machine in known:
+        shared = known[per_machine]
     elif measured.device == "cpu":
-        shared = max(1.0, beside * measured.threads / (group.cores or measured.cores))
+        shared = max(1.0, per_machine * measured.threads / (group.cores or measured.cores))
     else:
         shared = 1.0
     return shared / group.speed
@@ -93,7 +93,7 @@ def pass_cores(measured: Measured) -> float:
 
 def cores_of(measured: Measured, group: Group) -> float:
     """Of one worker of a CPU: its share of those of its machine."""
-    return (group.cores or measured.cores) / group.beside
+    return (group.cores or measured.cores) / group.per_machine
 
 
 def crowding(measured: Measured, group: Group) -> float:

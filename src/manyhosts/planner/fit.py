@@ -28,7 +28,7 @@ class Way:
 
     strategy: Strategy
     variant: str = ""
-    """What tells the strategy from others of its kind: `zero=3`."""
+    """What distinguishes the strategy from others of its kind: `zero=3`."""
     checkpoints: bool = False
     """Whether the model's blocks are computed again in the backward pass."""
     memory: Memory
@@ -55,7 +55,7 @@ class Training:
     """The activations that are left when blocks are computed again; None where that cannot be, or is chosen already."""
     is_shared: bool
     """Whether there are other workers, or may be some day."""
-    apart: bool = False
+    joins: bool = False
     """Whether this worker joins others, who have decided without it: they hold the entire model each."""
     virtual_workers: int | None = None
 
@@ -80,9 +80,9 @@ def ways(training: Training, workers: int) -> list[Way]:
     """Those that there are on so many workers, the simplest first; each without and with activation checkpointing."""
     model = training.model
     kinds: list[tuple[Strategy, str]] = [(DDP() if training.is_shared else Single(), "")]
-    if workers > 1 and model.units and training.virtual_workers is None and not training.apart:
+    if workers > 1 and model.units and training.virtual_workers is None and not training.joins:
         kinds += [(each, each.variant) for each in cutting()]
-    if workers > 1 and training.virtual_workers is None and not training.apart:
+    if workers > 1 and training.virtual_workers is None and not training.joins:
         can = {"tensor": model.divisible > 0, "pipeline": len(model.blocks) >= workers}
         kinds += [(each, each.variant) for each in of_same_samples() if can[each.name]]
     passes = [(False, model)]
@@ -105,7 +105,7 @@ def ways(training: Training, workers: int) -> list[Way]:
 def _held(model: ModelBytes, strategy: Strategy, training: Training, workers: int) -> Memory:
     if strategy.name in (*CUTS, *OF_SAME_SAMPLES):
         cut = cast(CutStrategyModel, STRATEGIES.load(strategy.name)(strategy))
-        return cut.held(model, workers)
+        return cut.largest(model, workers)
     parts = training.virtual_workers
     kept = 0 if parts is None else gradients_kept(parts, workers) * model.gradients
     return uncut(model, workers=workers, strategy=kept)

@@ -36,7 +36,7 @@ class Group:
         return self.nodes * self.workers_per_node
 
     @property
-    def beside(self) -> int:
+    def per_machine(self) -> int:
         """Workers that share the cores of one machine."""
         return self.workers_per_node * min(self.nodes, self.hosts_per_machine)
 

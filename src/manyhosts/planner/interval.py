@@ -63,7 +63,7 @@ def uncertain(measured: Measured, group: Group, compression: str, seconds: Calla
     independent.
     """
     own = passes(measured, group)
-    shared = measured.contention_spread if group.beside > 1 else 0.0
+    shared = measured.contention_spread if group.per_machine > 1 else 0.0
     of_passes = math.hypot(own.spread / own.total if own.total else 0.0, shared)
     way = measured.compression.get(compression)
     networks = ([group.between] if group.nodes > 1 else []) + ([group.within] if group.workers_per_node > 1 else [])

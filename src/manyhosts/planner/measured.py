@@ -66,7 +66,7 @@ class InParts:
     """What a worker computes more where it holds parts of the model, waiting for others left out."""
 
     passes_s: float
-    """Of a forward and a backward pass: units put in their places and let go of, gradients taken apart and added up."""
+    """Of a forward and a backward pass: units put in their places and let go of, gradients split and added up."""
     regather_s: float
     """More, where units are put together again for the backward pass."""
     update_s: float

@@ -24,7 +24,7 @@ class Memory:
     """What is there for a while: gradients of activations, what an update computes with, the copy that a snapshot is
     written from."""
     apart: int = 0
-    """Of all these, what is not there when most is held."""
+    """Of all these, what is not there when memory is largest."""
     process: int = 0
     """What its process has in addition to the tensors of the training."""
 
@@ -135,9 +135,9 @@ def in_parts(model: ModelBytes, *, shard: int, workers: int, zero: int, gathered
         passing=snapshot(model, workers),
     )
     step = _Backward(model, shard=shard, zero=zero, gathered=gathered)
-    most = max(*step.held(), own.gradients + model.update // shard)
-    beside = round(most) - own.gradients - own.activations
-    return replace(own, strategy=max(0, beside), apart=max(0, -beside))
+    most = max(*step.sizes(), own.gradients + model.update // shard)
+    extra = round(most) - own.gradients - own.activations
+    return replace(own, strategy=max(0, extra), apart=max(0, -extra))
 
 
 def part_of(model: ModelBytes, share: float, *, activations: float, workers: int, at_start: int) -> Memory:
@@ -145,21 +145,21 @@ def part_of(model: ModelBytes, share: float, *, activations: float, workers: int
 
     `at_start`: what it holds before the model is cut, in all.
     """
-    held = round(activations)
-    computing = held + round(share * model.backward)
+    saved = round(activations)
+    computing = saved + round(share * model.backward)
     own = Memory(
         parameters=round(share * model.parameters),
         gradients=round(share * model.gradients),
         optimizer=round(share * model.optimizer),
         buffers=model.buffers,
-        activations=held,
-        passing=max(computing, round(share * model.update)) - held + snapshot(model, workers),
+        activations=saved,
+        passing=max(computing, round(share * model.update)) - saved + snapshot(model, workers),
     )
     return replace(own, strategy=max(0, at_start - own.total))
 
 
 class _Backward:
-    """The last backward pass of a step, unit by unit from the last: what is held then besides a worker's parts of
+    """The last backward pass of a step, unit by unit from the last: what there is then besides a worker's parts of
     parameters and of what the optimizer keeps.
     """
 
@@ -170,7 +170,7 @@ class _Backward:
         self.trains = model.gradients / max(1, model.parameters)
         """The share of the parameters that have gradients."""
 
-    def held(self) -> Iterator[float]:
+    def sizes(self) -> Iterator[float]:
         """At its beginning; before and after each block is computed, and while its gradients are summed; at its end."""
         model = self.model
         gathered = 0 if self.zero == 3 else sum(self.blocks)

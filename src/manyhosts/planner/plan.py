@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from manyhosts.config.strategies import BY_NAME, DDP, Strategy
+from manyhosts.config.strategies import DDP, Strategy, kind_of
+from manyhosts.config.strategy_settings import own_or
 from manyhosts.planner import calibrate
 from manyhosts.planner.calibrate import Calibration
 from manyhosts.planner.catalog import Machines
@@ -56,7 +57,7 @@ def make(
     Raises:
         ConfigError: nothing fits, or the study cannot be used.
     """
-    measured = compared(measured, strategy if isinstance(strategy, DDP) else DDP())
+    measured = compared(measured, own_or(DDP(), strategy))
     asked = ways(measured, strategy)
     found = None
     if study is not None:
@@ -81,7 +82,7 @@ def make(
 
 def strategy_of(plain: Mapping[str, Any]) -> Strategy | None:
     """The strategy that has this `name` and these settings; None for one that is not known here."""
-    kind = BY_NAME.get(str(plain.get("name", "")))
+    kind = kind_of(str(plain.get("name", "")))
     if kind is None:
         return None
     return replace(kind(), **{key: value for key, value in plain.items() if key != "name"})

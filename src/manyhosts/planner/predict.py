@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
-from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.strategies import DDP, Single, Strategy, cutting, of_same_samples
+from manyhosts.config.strategy_settings import own_or
 from manyhosts.planner.catalog import Machines
 from manyhosts.planner.compute import batch_of, slowdown
 from manyhosts.planner.group import Group, on_tried_networks
@@ -32,7 +32,7 @@ class Way:
     strategy: str
     compression: str = "none"
     setting: str = ""
-    """What tells it from others of the same strategy, such as `zero=2`."""
+    """What distinguishes it from others of the same strategy, such as `zero=2`."""
     shard: int = 1
     """By which the number of workers must be divisible."""
     most: int | None = None
@@ -119,9 +119,7 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
     """
     if measured.virtual_workers is not None:
         return [Way(strategy=VIRTUAL, model=STRATEGIES.load(VIRTUAL)(None))]
-    ddp = own if isinstance(own, DDP) else DDP()
-    local = own if isinstance(own, LocalSGD) else LocalSGD()
-    diloco = own if isinstance(own, DiLoCo) else DiLoCo()
+    ddp, local, diloco = own_or(DDP(), own), own_or(LocalSGD(), own), own_or(DiLoCo(), own)
     if diloco.outer_compression not in measured.compression:
         diloco = replace(diloco, outer_compression="none")
     found = [_way(replace(ddp, compression="none"))]
@@ -137,9 +135,12 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
             for each in cutting(own)
         ]
     if own is not None and getattr(own, "planned_if_asked", False):
-        most_stages = len(measured.blocks) or None if isinstance(own, Pipeline) else None  # none at all is refused
-        found.append(replace(_way(own, getattr(own, "compression", "none")), most=most_stages))
-    most = {"tensor": None if measured.cut_layers else 1, "pipeline": len(measured.blocks) // _each_has(own)}
+        way = _way(own, getattr(own, "compression", "none"))
+        found.append(replace(way, most=own.most_workers(len(measured.blocks))))
+    most = {
+        "tensor": None if measured.cut_layers else 1,
+        "pipeline": len(measured.blocks) // (1 if own is None else own.per_worker),
+    }
     found += [
         replace(_way(each), most=most[each.name], setting=each.variant)
         for each in of_same_samples(own)
@@ -148,14 +149,9 @@ def ways(measured: Measured, own: Strategy | None = None) -> list[Way]:
     return [*found, _way(local), _way(diloco)]
 
 
-def _each_has(own: Strategy | None) -> int:
-    """How many stages a worker of a pipeline has."""
-    return own.per_worker if isinstance(own, Pipeline) else 1
-
-
 def _way(config: Strategy, compression: str = "none") -> Way:
-    one_host, model = getattr(config, "one_host", False), STRATEGIES.load(config.name)(config)
-    return Way(strategy=config.name, compression=compression, one_host=one_host, model=model)
+    one_host, model = config.one_host, STRATEGIES.load(config.name)(config)
+    return Way(strategy=config.name, compression=compression, shard=config.block, one_host=one_host, model=model)
 
 
 def predictions(
@@ -242,7 +238,7 @@ def _why_not(measured: Measured, machines: Machines, group: Group, memory: Memor
     if not measured.batch_grows and group.workers > measured.global_batch:
         return f"{group.workers} workers share a batch of {measured.global_batch} samples"
     limit = machines.memory_bytes or measured.device_memory_bytes
-    together = group.beside if measured.device == "cpu" else 1
+    together = group.per_machine if measured.device == "cpu" else 1
     needed = together * memory.total
     if limit and needed > limit:
         whose = f"{together} workers of a machine need" if together > 1 else "a worker needs"

@@ -21,20 +21,20 @@ def forward_share(measured: Measured) -> float:
     return largest.forward_s / max(1e-12, largest.forward_s + largest.backward_s)
 
 
-def step_of(same: Measured, group: Group, *, compute: float, exposed: float, held: float) -> Step:
-    """The step of workers that all compute for so long. `held`: bytes of parameters that each of them updates in it.
+def step_of(same: Measured, group: Group, *, compute: float, exposed: float, updated: float) -> Step:
+    """The step of workers that all compute for so long. `updated`: bytes of parameters that each of them updates in it.
 
     What varies from one worker to the next is not in it: they wait for each other within every pass.
     """
     slower = slowdown(same, group)
-    update = slower * same.update_s * held / max(1, same.parameter_bytes)
+    update = slower * same.update_s * updated / max(1, same.parameter_bytes)
     other = slower * same.step_other_s
-    beside = compute + exposed + update + other
+    other_s = compute + exposed + update + other
     return Step(
         compute=compute,
         straggler=0.0,
         communication_exposed=exposed,
-        data_wait=data_wait(same, group, beside=beside, busy_s=(compute + update + other) / slower),
+        data_wait=data_wait(same, group, other_s=other_s, busy_s=(compute + update + other) / slower),
         update=update,
         other=other,
     )

@@ -53,7 +53,7 @@ class Timeline:
     """Exchanging the statistics of BatchNorm layers before the last backward pass. Nothing hides it."""
     batch_norm_backward: float
     """The same in the last backward pass."""
-    meetings: int = 0
+    barriers: int = 0
     """How often the workers wait for each other within the passes."""
     processor_s: float = 0.0
     """That these exchanges keep a worker's cores busy."""
@@ -98,7 +98,7 @@ def timeline(measured: Measured, group: Group) -> Timeline:
         passes=own,
         batch_norm_forward=times * forward + (times - 1) * backward,
         batch_norm_backward=backward,
-        meetings=2 * layers * times,
+        barriers=2 * layers * times,
         processor_s=processor_s,
     )
 
@@ -122,9 +122,9 @@ def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: floa
     own = lines.passes
     without_data = Step(
         compute=own.total,
-        # Passes that are cut by meetings wait in each of them for the worker that arrives last. Where what varies is
+        # Passes that are cut by barriers wait in each of them for the worker that arrives last. Where what varies is
         # independent from one to the next, a part of a step that is an n-th of it varies by the root of an n-th.
-        straggler=math.sqrt(1 + lines.meetings) * own.spread * expected_largest(group.workers),
+        straggler=math.sqrt(1 + lines.barriers) * own.spread * expected_largest(group.workers),
         communication_exposed=exposed + lines.batch_norm_forward + lines.batch_norm_backward,
         data_wait=0.0,
         update=slower * measured.update_s,
@@ -133,18 +133,23 @@ def assemble(measured: Measured, group: Group, lines: Timeline, *, exposed: floa
     busy_s = own.total / slowdown(measured, group) * pass_cores(measured) + measured.update_s + measured.step_other_s
     return replace(
         without_data,
-        data_wait=data_wait(measured, group, beside=without_data.seconds, busy_s=busy_s + lines.processor_s),
+        data_wait=data_wait(measured, group, other_s=without_data.seconds, busy_s=busy_s + lines.processor_s),
     )
 
 
-def longer(step: Step, compute_s: float, measured: Measured) -> Step:
-    """The same step with `compute_s` seconds more of compute, during which loader processes fetch on."""
-    beside = compute_s if measured.loader_processes else 0.0
-    return replace(step, compute=step.compute + compute_s, data_wait=max(0.0, step.data_wait - beside))
+def longer(step: Step, compute_s: float, measured: Measured, *, exposed: float = 0.0) -> Step:
+    """The same step with so many seconds more of compute, and of exchange, during which loader processes fetch on."""
+    meanwhile = compute_s + exposed if measured.loader_processes else 0.0
+    return replace(
+        step,
+        compute=step.compute + compute_s,
+        communication_exposed=step.communication_exposed + exposed,
+        data_wait=max(0.0, step.data_wait - meanwhile),
+    )
 
 
-def data_wait(measured: Measured, group: Group, *, beside: float, busy_s: float = 0.0) -> float:
-    """Seconds of a step that its samples are waited for; `beside` are those of all else in it.
+def data_wait(measured: Measured, group: Group, *, other_s: float, busy_s: float = 0.0) -> float:
+    """Seconds of a step that its samples are waited for; `other_s` are those of all else in it.
 
     Loader processes fetch while the step runs, so only what takes them longer than it is waited for. Without them the
     worker fetches for itself, and nothing runs next to it. Workers of one machine share its cores, which bound what all
@@ -156,8 +161,8 @@ def data_wait(measured: Measured, group: Group, *, beside: float, busy_s: float 
     if busy is None:
         busy = max(1, measured.loader_processes) / rate
     share = share_of(measured, group.workers)
-    fetching = share * max(1 / rate, group.beside * busy / cores)
+    fetching = share * max(1 / rate, group.per_machine * busy / cores)
     if measured.loader_processes == 0:
         return fetching
     own_s = busy_s if measured.device == "cpu" else 0.0
-    return max(0.0, fetching - beside, group.beside * (share * busy + own_s) / cores - beside)
+    return max(0.0, fetching - other_s, group.per_machine * (share * busy + own_s) / cores - other_s)

@@ -1,4 +1,4 @@
-"""Why two trials depart: found by looking at what went in, and by running once more with one thing changed.
+"""Why two trials depart: found by looking at what went in, and by running again with one thing changed.
 
 Nothing is guessed from the text of a script. Each cause names what was seen that shows it.
 """
@@ -39,14 +39,14 @@ def _suspects(trials: Trials, ours: Trial, theirs: Trial, found: Departure, prom
     yield _of_outside(theirs, found)
     if found.step == 0:
         yield _of_start(trials, ours)
-    apart = Experimented(trials, theirs)
-    yield apart.of_data(trials, ours, theirs)
-    yield apart.of_forward()
+    experimented = Experimented(trials, theirs)
+    yield experimented.of_data(trials, ours, theirs)
+    yield experimented.of_forward()
     if promise == "resume":
         yield _of_snapshot(ours, theirs, found)
-    yield apart.of_state()
-    yield apart.of_loss()
-    yield apart.of_counter()
+    yield experimented.of_state()
+    yield experimented.of_loss()
+    yield experimented.of_counter()
     yield _of_repetition(trials, ours)
     if promise == "workers":
         yield _of_loader(trials, ours, theirs)
@@ -89,7 +89,7 @@ def _of_resumed_inputs(found: Departure) -> Cause | None:
         return Cause(
             "samples",
             "after the resume the run takes other samples than it would have taken: some twice, or some never",
-            "give mh.Data the same dataset in the same order each time; a stream must continue where it stood",
+            "give mh.Data the same dataset in the same order each time; a stream must continue where it stopped",
             f"step {found.step} takes {found.seen[0]} undisturbed, and {found.seen[1]} after a kill and a resume",
         )
     if found.what == "learning rate":

@@ -170,11 +170,11 @@ class Comparison:
         scale = abs(_first(self.one.steps[min(self.one.steps)]).get("values", {}).get("loss", 0.0))
         for name, value in ours.get("values", {}).items():
             other = theirs["values"].get(name, math.nan)
-            apart = (
+            difference = (
                 abs(value - other) / max(abs(value), 0.01 * scale, 1e-12) if not _equal_numbers(value, other) else 0.0
             )
-            seen["loss"] = max(seen["loss"], apart)
-            if not apart <= self.allowed["loss"]:
+            seen["loss"] = max(seen["loss"], difference)
+            if not difference <= self.allowed["loss"]:
                 return _of_value(step, name, value, other)
         for name, facts in ours.get("gradients", {}).items():
             if name not in theirs["gradients"]:
@@ -182,14 +182,14 @@ class Comparison:
             if facts[1] <= self.tolerance.noise * full:
                 self.noise.add(name)
                 continue
-            apart = distance(facts, theirs["gradients"][name], floor=1e-3 * self.tolerance.gradient * full)
-            seen["gradient"] = max(seen["gradient"], apart)
-            if not apart <= self.allowed["gradient"]:
-                return Departure(step, "gradient", name, apart)
+            difference = distance(facts, theirs["gradients"][name], floor=1e-3 * self.tolerance.gradient * full)
+            seen["gradient"] = max(seen["gradient"], difference)
+            if not difference <= self.allowed["gradient"]:
+                return Departure(step, "gradient", name, difference)
         found = self._weights(ours, theirs, step, seen)
-        for what, apart in seen.items():
+        for what, difference in seen.items():
             floor = self.tolerance.loss if what == "loss" else self.tolerance.gradient
-            self.allowed[what] = max(floor, self.tolerance.growth * apart)
+            self.allowed[what] = max(floor, self.tolerance.growth * difference)
         self.largest = max(self.largest, seen["loss"], seen["gradient"])
         self.largest_gradient = max(self.largest_gradient, seen["gradient"])
         return found
@@ -210,11 +210,11 @@ class Comparison:
                 if facts[0] == other[0]:
                     continue
                 moved = _length(facts, begun[name]) if step and name in begun else facts[1]
-                apart = _length(facts, other) / max(moved, 1e-3 * self.tolerance.gradient * facts[1], 1e-30)
+                difference = _length(facts, other) / max(moved, 1e-3 * self.tolerance.gradient * facts[1], 1e-30)
                 if seen is not None:
-                    seen["parameter"] = max(seen["parameter"], apart)
-                if not apart <= self.allowed["parameter"] * 3:
-                    return Departure(step, what, name, apart)
+                    seen["parameter"] = max(seen["parameter"], difference)
+                if not difference <= self.allowed["parameter"] * 3:
+                    return Departure(step, what, name, difference)
         return None
 
 

@@ -1,4 +1,4 @@
-"""What experiments on the workers of a setup show of a script: each sample, piece and loss is made once more.
+"""What experiments on the workers of a setup show of a script: each sample, piece and loss is made again.
 
 Nothing is guessed from the text of a script. Each cause names what was seen that shows it.
 """

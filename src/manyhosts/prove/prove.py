@@ -59,8 +59,8 @@ def names(asked: Asked) -> tuple[str, ...]:
     return tuple(name for name in PROMISES if not asked.promises or name in asked.promises)
 
 
-def prove(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | None = None) -> Proof:
-    """Try the promises on a script. `tell` is called with what each trial is, before it begins.
+def prove(asked: Asked, report: Callable[[str], None], stage: LocalTrialRunner | None = None) -> Proof:
+    """Try the promises on a script. `report` is called with what each trial is, before it begins.
 
     `stage` is what workers are forked from, where one is there already; it stays.
 
@@ -75,7 +75,7 @@ def prove(asked: Asked, tell: Callable[[str], None], stage: LocalTrialRunner | N
         if stage is None:
             stage = make_stage(asked)
             stack.callback(stage.close)
-        trials = Trials(asked, Path(folder), stage, tell)
+        trials = Trials(asked, Path(folder), stage, report)
         first = trials.run(Setup(workers=asked.workers[0]))
         if first.error is not None and not first.trace.untried:
             raise first.error

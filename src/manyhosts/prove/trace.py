@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhosts.config.strategies import BY_NAME, Strategy
+from manyhosts.config.strategies import Strategy, kind_of
 from manyhosts.planner.plan import strategy_of
 
 Line = Mapping[str, Any]
@@ -51,7 +51,7 @@ class Trace:
     def strategy(self) -> Strategy | None:
         """What it was asked for, where that is a strategy which may give up promises by its design."""
         words = self.settings.get("strategy", {})
-        return strategy_of(words) if hasattr(BY_NAME.get(words.get("name", "")), "gives_up") else None
+        return strategy_of(words) if hasattr(kind_of(words.get("name", "")), "gives_up") else None
 
     @property
     def untried(self) -> str:
@@ -80,7 +80,7 @@ class Trace:
 
     @property
     def ends(self) -> set[str]:
-        """Where the generators of NumPy and Python stood after a forward pass, where these were set."""
+        """The states of the generators of NumPy and Python after a forward pass, where these were set."""
         return {each for lines in self.steps.values() for line in lines.values() for each in line.get("ends", ())}
 
     @property

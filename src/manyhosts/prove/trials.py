@@ -59,7 +59,7 @@ class Setup:
     resumed: bool = False
     """Killed in the middle and started again."""
     again: int = 0
-    """Tells a repetition from the first time."""
+    """Distinguishes a repetition from the first time."""
 
     def with_settings(self, **settings: Any) -> Setup:
         """The same under other settings."""
@@ -69,7 +69,7 @@ class Setup:
         words = [f"{self.workers} worker{'s' * (self.workers != 1)}"]
         words += [f"{key}={value}" for key, value in self.settings]
         words += ["killed and resumed"] if self.resumed else []
-        words += ["once more"] if self.again else []
+        words += ["again"] if self.again else []
         words += ["in float64"] if self.double else []
         words += ["without dropout"] if self.no_dropout else []
         words += ["random numbers set" + " for each sample" * self.draw_rows] if self.set_draws else []
@@ -97,9 +97,9 @@ class Trial:
 class Trials:
     """Every trial that was asked for, each run once."""
 
-    def __init__(self, asked: Asked, folder: Path, stage: LocalTrialRunner, tell: Callable[[str], None]) -> None:
-        """`folder` takes all that the trials write. `tell` is called with what each trial is, before it begins."""
-        self.asked, self.folder, self.stage, self.tell = asked, folder, stage, tell
+    def __init__(self, asked: Asked, folder: Path, stage: LocalTrialRunner, report: Callable[[str], None]) -> None:
+        """`folder` takes all that the trials write. `report` is called with what each trial is, before it begins."""
+        self.asked, self.folder, self.stage, self.report = asked, folder, stage, report
         self.done: dict[Setup, Trial] = {}
         self.warmed = False
         """Whether what the script imports is loaded already in what its workers are forked from."""
@@ -111,7 +111,7 @@ class Trials:
             Interrupted: by Ctrl-C.
         """
         if setup not in self.done:
-            self.tell(str(setup))
+            self.report(str(setup))
             began = time.perf_counter()
             trial = self._resumed(setup) if setup.resumed else self._once(setup, self._place())
             self.done[setup] = replace(trial, seconds=time.perf_counter() - began)

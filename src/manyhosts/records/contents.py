@@ -91,17 +91,17 @@ def check_owns(files: Files, manifest: Manifest, *, left_to_others: Collection[s
         tensors = name.removesuffix(".json") + ".safetensors"
         if name.startswith("own-") and name.endswith(".json") and tensors not in left_to_others:
             with _readable(tensors, files):
-                held = _in_file(files, tensors, manifest.files[tensors].bytes) if tensors in manifest.files else {}
-            _compare(name, held, files)
+                in_file = _in_file(files, tensors, manifest.files[tensors].bytes) if tensors in manifest.files else {}
+            _compare(name, in_file, files)
 
 
-def _compare(text: str, held: Mapping[str, TensorRecord], files: Files) -> None:
+def _compare(text: str, in_file: Mapping[str, TensorRecord], files: Files) -> None:
     """See that the values in the file `text` name just those tensors that the others hold."""
     named = _Named()
     with _readable(text, files):
         unflatten(json.loads(b"".join(files.pieces(text))), named)
-    if lost := sorted(named.names ^ held.keys()):
-        where = f"{text} names" if lost[0] not in held else "the files hold"
+    if lost := sorted(named.names ^ in_file.keys()):
+        where = f"{text} names" if lost[0] not in in_file else "the files hold"
         raise _damaged(f"only {where} {lost[0]}", files)
 
 
@@ -139,7 +139,7 @@ def _in_file(files: Files, name: str, size: int) -> dict[str, TensorRecord]:
         dtype, itemsize = _NAMES[entry["dtype"]]
         local, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
         if first != end or last != first + itemsize * math.prod(local):
-            raise ValueError(f"{tensor} does not stand in {name} where its header says")
+            raise ValueError(f"{tensor} is not in {name} where its header says")
         end = last
         place = places.get(tensor)
         offset, shape = (tuple(place["saved_offsets"]), tuple(place["shape"])) if place else ((0,) * len(local), local)
@@ -150,7 +150,7 @@ def _in_file(files: Files, name: str, size: int) -> dict[str, TensorRecord]:
 
 
 def unflatten(nodes: Any, tensors: Any) -> Any:
-    """The state that `snapshot.flatten` took apart, in the same types and order; a dict of any kind comes back as one.
+    """The state that `snapshot.flatten` flattened, in the same types and order; a dict of any kind comes back as one.
 
     `tensors`: gives each by its name.
 

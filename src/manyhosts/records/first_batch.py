@@ -30,7 +30,7 @@ def pictures_of(inputs: Any, targets: Any, most: int) -> FirstBatch | None:
     """The first `most` of a batch of arrays, where they look like pictures: (samples, 1 or 3, height, width).
 
     All are brought to 0 to 255 by the lowest and the highest value of them together: the normalisation had
-    reasons that no file tells.
+    reasons that are in no file.
     """
     is_picture = getattr(inputs, "ndim", 0) == 4 and inputs.shape[1] in _CHANNELS and len(inputs) > 0
     if most < 1 or not is_picture or min(inputs.shape[2:]) < _LEAST_PIXELS:

@@ -27,7 +27,7 @@ class News:
 class Follower:
     """Reads what is new in `path` each time that it is asked; a half-written last line waits until it is complete.
 
-    The file is held open, so that the number by which the system knows it is not given to the next one.
+    The file stays open, so that the number by which the system knows it is not given to the next one.
     """
 
     path: Path
@@ -68,8 +68,8 @@ class Follower:
         except OSError:
             return False  # not there yet, or not at this moment: what was read stays
         if self._descriptor >= 0:
-            held = os.fstat(self._descriptor)
-            if (held.st_dev, held.st_ino) == (now.st_dev, now.st_ino) and held.st_size >= self._place:
+            opened = os.fstat(self._descriptor)
+            if (opened.st_dev, opened.st_ino) == (now.st_dev, now.st_ino) and opened.st_size >= self._place:
                 return False
             self.close()
         had_read, self._place = self._place > 0, 0

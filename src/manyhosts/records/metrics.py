@@ -78,7 +78,7 @@ WORDS: dict[type[Event], str] = {
 """The `event` of the line that each event becomes."""
 
 _TOLD_AGAIN = frozenset({"step", "epoch", "validation", "snapshot", "copied", "workers"})
-"""What happens once more when steps are done once more."""
+"""What happens again when steps are done again."""
 _ORDERLY = frozenset({"completed", "stopped early", "interrupted"})
 """How a run ends when nothing failed."""
 _TEXTS = frozenset(
@@ -115,7 +115,7 @@ _STEP = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """What the lines tell of the run that went before."""
+    """What the lines say about the run before this one."""
 
     cut_off: str
     """How it broke off, in words; "" where it ended in order, or there was none."""
@@ -172,7 +172,7 @@ class MetricsFile:
             seconds_lost=max(0.0, time - counted_until),
         )
 
-    def tell_again(self, event: Event) -> None:
+    def write_again(self, event: Event) -> None:
         """Add one event; where the lines of its step have it already, this one is in its place."""
         new, same = line_of(event), ("event", "step", "path", "weights")
         tail = self._lines.tail(lambda line: line.get("event") == "step" and line["step"] <= event.step)

@@ -1,6 +1,6 @@
 """Which files a script reads: their names, noted as they are opened, for the record of what a run depends on.
 
-Python tells of each file that it opens (an audit hook); what a C library opens by itself (HDF5, LMDB) is not seen.
+Python reports each file that it opens (an audit hook); what a C library opens by itself (HDF5, LMDB) is not seen.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _GIT_S = 20.0
 _MOST_OF_A_FILE = 1 << 20
 _MOST_OF_ALL = 16 << 20
 _FULL_HASHES = 256 << 20
-"""Bytes of data that are read to the end, a second's work at most; larger files are looked at in stretches."""
+"""Bytes of data that are read to the end, a second's work at most; larger files are hashed in ranges."""
 _BLOCK, _BLOCKS = 1 << 16, 64
 _KEPT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MANYHOSTS_SET", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
 
@@ -59,7 +59,7 @@ class DataFile:
     size: int
     sha256: str
     whole: bool
-    """Whether `sha256` is that of all of it; else it is that of 64 stretches all over it."""
+    """Whether `sha256` is that of all of it; else it is that of 64 ranges all over it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ def sha256_of(path: Path) -> str:
 
 
 def digest_of(path: Path, *, whole: bool = True) -> DataFile:
-    """Size and hash of a file: of all of it, or of 64 stretches all over it.
+    """Size and hash of a file: of all of it, or of 64 ranges all over it.
 
     Raises:
         OSError: it cannot be read.

@@ -1,7 +1,7 @@
 """One run at a time in a run directory: `lock.json` names the process that runs in it, for as long as it lives.
 
-What starts a run takes the lock before it writes anything else: the head of `manyhosts run`, or the leader of a
-script that no one launched. All processes of one start know its token: its workers, restarts and next leaders pass.
+What starts a run takes the lock before it writes anything else: the head of `manyhosts run`, or rank 0 of a
+script that no one launched. All processes of one start know its token: its workers, restarts and later ranks 0 pass.
 
 An owner of this machine lives as long as its process does. One of another machine, or of another container, shows that
 it lives by touching the file every second: a process that wants the directory watches the file, by its own clock alone,
@@ -44,7 +44,7 @@ class RunLock:
         """`take` makes it."""
         self.path, self.owner = path, owner
         self.lost: Owner | None = None
-        """Who has taken the directory while this process stood still for long, and was taken for dead."""
+        """Who has taken the directory while this process was stopped for long, and was taken for dead."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="manyhosts-run-lock", daemon=True)
         self._thread.start()
@@ -77,7 +77,7 @@ class RunLock:
                 if found is not None and self._is_succeeded_by(found):
                     self.lost = found
                     return
-                if found is None or self._is_ours(found):  # else a leader of this run holds it, and shows that it lives
+                if found is None or self._is_ours(found):  # else rank 0 of this run holds it, and shows that it lives
                     os.utime(self.path)
 
     def _is_succeeded_by(self, found: Owner) -> bool:
@@ -265,7 +265,7 @@ def _see_silent(path: Path, owner: Owner) -> None:
 
 
 def _touched(path: Path) -> int | None:
-    """When the file was touched last. It is opened, for a disk of a network tells what is new only then."""
+    """When the file was touched last. It is opened, for a network disk reports changes only then."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns

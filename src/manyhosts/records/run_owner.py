@@ -27,7 +27,7 @@ class Owner:
     processes: str
     """The name space of process numbers: a container has its own."""
     began: str
-    """When the process began, in the kernel's words: its number may be another's by now. Empty where nothing tells."""
+    """When the process began, in the kernel's words: its number may be another's by now. Empty: not known."""
     since: float
     """Seconds since the Unix epoch."""
 

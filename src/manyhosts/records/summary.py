@@ -51,7 +51,7 @@ class Summary:
     """`median` and `p95` of entire steps; `compute`, `communication_exposed`, `data_wait`, `snapshot_stall` and `other`
     are means, which add up to the mean step."""
     bytes_sent_per_step: float | None
-    """Mean over the steps, of the leader."""
+    """Mean over the steps, of rank 0."""
     network: Mapping[str, float] = field(default_factory=dict)
     """In bytes per second and worker: `effective_bandwidth`: what was sent over the time in which exchanges were under
     way, hidden or not; where `compression="auto"` probed also `probed_bandwidth` and, in seconds, `probed_latency`."""
@@ -106,7 +106,7 @@ class Summary:
 def summarise(lines: Iterable[Line], record: RunRecord, *, failure: str = "") -> Summary:
     """The summary of a run whose metrics are `lines`, in their order, also across restarts.
 
-    `failure`: why it failed, for a run that has no end on record or whose leader knew less.
+    `failure`: why it failed, for a run that has no end on record or whose rank 0 knew less.
     """
     story = Story()
     for line in lines:
@@ -198,7 +198,7 @@ class Story:
 
     def _step(self, line: Line) -> None:
         self.last_step = line["step"]
-        if self.end:  # by the worker that was left, which had come farther than the leader that reported the end
+        if self.end:  # by the worker that was left, which had come farther than the rank 0 that reported the end
             self.end = {**self.end, "step": line["step"], "weights_sha256": ""}
         self.totals.append(line["seconds"])
         self.samples.append(line["samples"])

@@ -75,22 +75,22 @@ def flaw(shape: Shape, boxes: Iterable[Box]) -> str:
     """
     if not math.prod(shape):
         return ""
-    held = [box for box in boxes if box.size]
+    filled = [box for box in boxes if box.size]
     full = Box.full(shape)
-    if held == [full]:
+    if filled == [full]:
         return ""
-    if any(len(box.shape) != len(shape) or len(box.offset) != len(shape) for box in held):
+    if any(len(box.shape) != len(shape) or len(box.offset) != len(shape) for box in filled):
         return "a part of it has another number of dimensions"
     cut = [
-        d for d in range(len(shape)) if any((box.offset[d], box.shape[d]) != (0, shape[d]) for box in held)
+        d for d in range(len(shape)) if any((box.offset[d], box.shape[d]) != (0, shape[d]) for box in filled)
     ]  # the others add nothing but work
     corners: Counter[Shape] = Counter()
-    for box in held:
+    for box in filled:
         _add_corners(corners, box, cut, 1)
     _add_corners(corners, full, cut, -1)
     if not any(corners.values()):
         return ""
-    found = sum(box.size for box in held)
+    found = sum(box.size for box in filled)
     if found < full.size:
         return f"{full.size - found} of its {full.size} elements are missing"
     return "parts of it overlap" if found > full.size else "parts of it overlap, and others are missing"
@@ -168,6 +168,6 @@ def dtype_and_shape(dtype: str, shape: Shape) -> str:
 
 
 def from_dtype_and_shape(words: str) -> tuple[str, Shape]:
-    """`float32[64, 3]` taken apart."""
+    """`float32[64, 3]`, parsed."""
     dtype, _, sides = words.removesuffix("]").partition("[")
     return dtype, tuple(int(side) for side in sides.split(",") if side)

@@ -128,10 +128,10 @@ def _new_group(torchs: Function) -> Function:
 
 
 def _barrier(torchs: Function) -> Function:
-    def meet(group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **kwargs: Any) -> Any:
         return torchs(group, async_op, **kwargs)
 
-    return meet
+    return barrier
 
 
 def _mesh(torchs: Function) -> Function:

@@ -83,9 +83,7 @@ def _data(found: Provenance) -> Iterator[str]:
     if found.data:
         rows = [["file that was read", "size", "sha256"]]
         for name, each in list(found.data.items())[:_MOST_FILES]:
-            rows.append(
-                [name, bytes_in_words(each.size), each.sha256 if each.whole else f"{each.sha256} (of stretches)"]
-            )
+            rows.append([name, bytes_in_words(each.size), each.sha256 if each.whole else f"{each.sha256} (of ranges)"])
         yield _table(rows)
     if (more := max(0, len(found.data) - _MOST_FILES) + found.data_left_out) > 0:
         yield f"{more:,} more files were read."

@@ -32,7 +32,7 @@ def comparison_page(runs: Sequence[Run]) -> str:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """A short name for each, which no other has: the last words of its path, as few as tell them apart."""
+    """A short name for each, which no other has: the last words of its path, as few as make it unique."""
     paths = [run.directory.path.absolute().parts for run in runs]
     for count in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-count:]) for parts in paths]

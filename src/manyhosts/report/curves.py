@@ -15,6 +15,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 18, 12, 50
 _MOST_TICKS = 5
 _LOGARITHMIC = 20.0
 """Positive values that span this factor are drawn on a logarithmic axis."""
+_FLAT = 1e-5
+"""Values that differ by less than this share of them are drawn as one: a mean of equal numbers rounds."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -60,12 +62,21 @@ def ticks(low: float, high: float, most: int = _MOST_TICKS, *, integral: bool = 
     return [low, high]
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 4) -> str:
     """A number for an axis, in at most seven signs or so: `0.05`, `1200`, `30k`, `2.5M`, `1e-05`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size <= abs(value) < 1e12:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    return f"{value:.4g}"
+            return f"{value / (1e3 if letter == 'k' else size):.{digits}g}{letter}"
+    return f"{value:.{digits}g}"
+
+
+def words_for(values: Sequence[float]) -> list[str]:
+    """The numbers at one axis, with as many digits as it takes to tell them apart."""
+    for digits in range(4, 12):
+        words = [short(value, digits) for value in values]
+        if len(set(words)) == len(values):
+            break
+    return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +121,7 @@ def _axis(values: Sequence[float], begin: float, end: float, *, may_be_log: bool
     low, high = min(values), max(values)
     if may_be_log and low > 0 and high > _LOGARITHMIC * low:
         return _Axis(low, high, begin, end, is_log=True)
-    if high == low:
+    if high == low or (may_be_log and high - low <= _FLAT * max(abs(low), abs(high))):
         around = abs(high) / 10 or 1.0
         return _Axis(low - (around if may_be_log else 0.0), high + around, begin, end)
     return _Axis(low, high, begin, end)
@@ -119,14 +130,14 @@ def _axis(values: Sequence[float], begin: float, end: float, *, may_be_log: bool
 def _rules(across: _Axis, up: _Axis, x: str, y: str, integral_x: bool) -> list[str]:
     """The grid, the numbers at it, and what they count."""
     parts = []
-    for value in up.labels():
+    for value, word in zip(heights := up.labels(), words_for(heights), strict=True):
         at = up.place(value)
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{at + 5:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in across.labels(integral=integral_x):
+        parts.append(f'<text x="{_LEFT - 8}" y="{at + 5:.1f}" text-anchor="end">{word}</text>')
+    for value, word in zip(places := across.labels(integral=integral_x), words_for(places), strict=True):
         at = across.place(value)
         parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{short(value)}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{word}</text>')
     label = f"{x} (up: {y})" if y else x
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     return [*parts, f'<text class="axis" x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(label)}</text>']

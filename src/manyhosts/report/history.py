@@ -33,7 +33,7 @@ class Happening:
 
 
 @dataclass(slots=True)
-class Stretch:
+class Period:
     """From a start of training to its end, in seconds since the Unix epoch."""
 
     begin: float
@@ -65,12 +65,12 @@ class History:
     happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=_MOST_HAPPENINGS))
     reported: int = 0
     """How many things have happened, also those that are too long ago to be in `happenings`."""
-    stretches: list[Stretch] = field(default_factory=list)
+    periods: list[Period] = field(default_factory=list)
     snapshots: list[float] = field(default_factory=list)
     """When each was saved."""
     slow: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Of each that held the others up: when its factor became another one, and which."""
-    leader: Windows = field(default_factory=Windows)
+    rank_0: Windows = field(default_factory=Windows)
     """The times of rank 0 alone, which every record has."""
     workers: Windows = field(default_factory=Windows)
     """The times of all workers, where the record has them."""
@@ -100,25 +100,25 @@ class History:
             take(line)
         if kind == "step":
             return
-        if self.stretches and kind != "test" and not self.end and "time" in line:
-            self.stretches[-1].end = line["time"]
+        if self.periods and kind != "test" and not self.end and "time" in line:
+            self.periods[-1].end = line["time"]
         if text := sentence(line):
             self.happenings.append(Happening(line["time"], line["step"], kind, text, is_trouble(line)))
             self.reported += 1
 
     def clock(self, time: float) -> float:
         """Seconds of training up to `time`; what lay between an end and continuing is not in it."""
-        return self._passed + (time - self.stretches[-1].begin if self.stretches else 0.0)
+        return self._passed + (time - self.periods[-1].begin if self.periods else 0.0)
 
     @property
     def seconds(self) -> float:
         """Of training, so far."""
-        return self.clock(self.stretches[-1].end) if self.stretches else 0.0
+        return self.clock(self.periods[-1].end) if self.periods else 0.0
 
     @property
     def times(self) -> Windows:
         """Those of all workers, or of rank 0 where the record has no others."""
-        return self.workers if self.workers.blocks() else self.leader
+        return self.workers if self.workers.blocks() else self.rank_0
 
     @property
     def samples_per_second(self) -> float | None:
@@ -144,28 +144,28 @@ class History:
         return min(left, default=None)
 
     def _start(self, line: Line) -> None:
-        if self.stretches:
+        if self.periods:
             self._passed = self.seconds
         self.start, self.end = line, {}
-        self.stretches.append(Stretch(line["time"], line["time"]))
+        self.periods.append(Period(line["time"], line["time"]))
         self._recent.clear()
 
     def _end(self, line: Line) -> None:
-        if self.stretches:
-            self.stretches[-1].end, self.stretches[-1].status = line["time"], line["status"]
+        if self.periods:
+            self.periods[-1].end, self.periods[-1].status = line["time"], line["status"]
         self.end = line
 
     def _step(self, line: Line) -> None:
-        if not self.stretches:
-            self.stretches.append(Stretch(line["time"] - line["seconds"], line["time"]))
+        if not self.periods:
+            self.periods.append(Period(line["time"] - line["seconds"], line["time"]))
         self.last, self.steps = line, self.steps + 1
-        self.stretches[-1].end = line["time"]
+        self.periods[-1].end = line["time"]
         now = self.clock(line["time"])
         self.loss.add(now, line["step"], line["loss"])
         self.rate.add(now, line["step"], line["lr"])
         if line["seconds"] > 0:
             self.speed.add(now, line["step"], line["samples"] / line["seconds"])
-        self.leader.add(line["step"], of_step(line))
+        self.rank_0.add(line["step"], of_step(line))
         self._recent.append((line["time"], line["samples"], line["seconds"]))
         while self._recent[0][0] < line["time"] - _RECENT_S and len(self._recent) > 1:
             self._recent.popleft()

@@ -1,4 +1,4 @@
-"""One run as its directory tells of it: what was asked, what has happened, and its state."""
+"""One run as its directory shows it: what was asked, what has happened, and its state."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Run:
         if self.history.end and not (self.failure and self.history.end["status"] == "failed"):
             return str(self.history.end["status"])
         if self.is_running:
-            return "running" if self.history.stretches else "starting"
+            return "running" if self.history.periods else "starting"
         if self.failure:
             return "failed"
-        return "broke off" if self.history.stretches else "not begun"
+        return "broke off" if self.history.periods else "not begun"
 
     @property
     def reason(self) -> str:
@@ -87,7 +87,7 @@ def read_run(folder: Path) -> Run:
         story.hear(line)
         clock.hear(line)
     record, failure = record_of(directory), failure_of(directory, history)
-    has_begun = bool(history.stretches or history.test)
+    has_begun = bool(history.periods or history.test)
     return Run(
         directory,
         record,
@@ -127,7 +127,7 @@ def failure_of(directory: RunDirectory, history: History) -> str:
     """Why the run failed, as its launcher has written it; empty where it did not fail, or has begun again since."""
     with contextlib.suppress(ConfigError):
         summary = Summary.read(directory.summary)
-        last = history.stretches[-1] if history.stretches else None
+        last = history.periods[-1] if history.periods else None
         begun_since = last is not None and directory.summary.stat().st_mtime < last.begin
         if summary.status == "failed" and not begun_since:
             return summary.reason

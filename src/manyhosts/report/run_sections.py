@@ -50,7 +50,7 @@ def current_facts(run: Run) -> list[tuple[str, str]]:
         found.append(("validation", figures(history.validation["values"], ", ")))
     if history.test:
         found.append(("test", figures(history.test["values"], ", ")))
-    if history.stretches:
+    if history.periods:
         found.append(("time of training", seconds_in_words(history.seconds)))
     left = history.seconds_left(run.longest_s)
     if run.status == "running" and left is not None:
@@ -116,9 +116,9 @@ def workers_by_steps(run: Run) -> str:
 def time_line(run: Run) -> str:
     """When it trained, was saved, continued after a failure, and was held up."""
     history = run.history
-    if not history.stretches:
+    if not history.periods:
         return ""
-    begin, end = history.stretches[0].begin, max(stretch.end for stretch in history.stretches)
+    begin, end = history.periods[0].begin, max(period.end for period in history.periods)
     total = max(end - begin, 1e-9)
 
     def moments(kind: str, colour: str) -> list[Piece]:
@@ -135,11 +135,11 @@ def time_line(run: Run) -> str:
             STATUS_COLOURS.get(each.status, RED),
             each.status or "training",
         )
-        for each in history.stretches
+        for each in history.periods
     ]
     saved = [Piece((when - begin) / total, (when - begin) / total, COLOURS["snapshot"]) for when in history.snapshots]
     rows = [
-        Strip("training", trained, amount(len(history.stretches), "start")),
+        Strip("training", trained, amount(len(history.periods), "start")),
         Strip("validations", moments("validation", COLOURS["evaluation"]), str(len(history.validations))),
         Strip("snapshots", saved, str(len(saved))),
         Strip("continued after a failure", moments("restart", RED), str(history.restarts)),
@@ -213,7 +213,7 @@ def _slow_pieces(changes: Sequence[tuple[float, float]], begin: float, end: floa
 
 def _only_rank_0(run: Run) -> str:
     several = run.record is not None and run.record.workers > 1
-    return paragraphs([ONLY_RANK_0]) if several and run.history.times is run.history.leader else ""
+    return paragraphs([ONLY_RANK_0]) if several and run.history.times is run.history.rank_0 else ""
 
 
 def _milliseconds(seconds: float) -> str:

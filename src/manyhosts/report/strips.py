@@ -30,7 +30,7 @@ class Strip:
     name: str
     pieces: Sequence[Piece]
     note: str = ""
-    """The text behind it."""
+    """The text that explains it."""
 
 
 def strips(rows: Sequence[Strip], *, label: str, ends: tuple[str, ...] = (), thin: bool = False) -> str:

@@ -90,12 +90,12 @@ def added(*several: Times) -> dict[Who, Spent]:
 
 
 def of_step(line: Line) -> Times:
-    """What a step line tells: the times of rank 0."""
+    """What a step line says: the times of rank 0."""
     return {Who(0): Spent(1, {part: line[part] for part in PARTS})}
 
 
 def of_workers(line: Line) -> Times:
-    """What a `workers` line tells: means over its steps, of every worker."""
+    """What a `workers` line says: means over its steps, of every worker."""
     found = {}
     for each in line["workers"]:
         means = {part: each.get(part, 0.0) for part in PARTS if part != "other"}

@@ -110,7 +110,7 @@ class Again:
         return [text for is_so, text in known if is_so]
 
     def differences_before(self, root: Path) -> list[Difference]:
-        """What is not as it was, as far as files tell."""
+        """What is not as it was, as far as files show."""
         return differences(self.run_dir, self.found, state_now(self.found, root))
 
     def __call__(self, root: Path, manyhosts: Sequence[str], *, quiet: bool) -> Reproduction:
@@ -169,7 +169,7 @@ _NEVER = {".git", "__pycache__", ".venv", "runs"}
 
 
 def check_out(run_dir: Path, found: Provenance, place: Path) -> None:
-    """Put the code that `found` tells of into the folder `place`, which is not there yet.
+    """Put the code that `found` describes into the folder `place`, which is not there yet.
 
     What the record has no copy of (data, mostly) is linked from where it was.
 
@@ -246,7 +246,7 @@ def _is_left_alone(path: Path, run_dir: Path) -> bool:
 
 
 def state_now(found: Provenance, root: Path) -> Provenance:
-    """What `found` would be, were the run to begin now with the code below `root`, as far as files tell."""
+    """What `found` would be, were the run to begin now with the code below `root`, as far as files show."""
     files, data = {}, {}
     for name in found.code.files:
         with contextlib.suppress(OSError):

@@ -54,7 +54,7 @@ class KeptSamples:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write what is in memory."""
         if not self._held:
             return
         files = kept_files(self._folder)
@@ -88,9 +88,9 @@ def kept_samples(folder: str | Path) -> list[dict[str, np.ndarray]]:
     if not files:
         raise ConfigError("no samples were kept here", where=str(folder), fix="serve with --keep DIR")
     return [
-        {name: each[number] for name, each in held.items()}
-        for held in map(load_file, files)
-        for number in range(len(next(iter(held.values()))))
+        {name: each[number] for name, each in batch.items()}
+        for batch in map(load_file, files)
+        for number in range(len(next(iter(batch.values()))))
     ]
 
 

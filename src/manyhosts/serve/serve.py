@@ -18,8 +18,8 @@ from manyhosts.serve.app import Options, Server, is_loopback
 _KEEP_ALIVE_S = 5
 
 
-def serve(options: Options, tell: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C. `tell` hears where, once the model answers.
+def serve(options: Options, report: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C. `report` is given the address, once the model answers.
 
     Raises:
         ConfigError: the model cannot be opened, the port is taken, or there is no token and others reach it.
@@ -31,10 +31,10 @@ def serve(options: Options, tell: Callable[[str], None]) -> None:
             fix="set MANYHOSTS_SERVE_TOKEN, or leave --host out to serve this machine alone",
         )
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(options, tell))
+        asyncio.run(_serve(options, report))
 
 
-async def _serve(options: Options, tell: Callable[[str], None]) -> None:
+async def _serve(options: Options, report: Callable[[str], None]) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,8 +62,8 @@ async def _serve(options: Options, tell: Callable[[str], None]) -> None:
         )
         host = f"[{options.host}]" if ":" in options.host else options.host
         listening.listen(2048)
-        tell(f"http://{host}:{listening.getsockname()[1]}")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn takes it, and raises it once more at its end
+        report(f"http://{host}:{listening.getsockname()[1]}")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn takes it, and raises it again at its end
         running = uvicorn.Server(config)
         closing = asyncio.create_task(_close_silent(running, max(options.limits.body_s, _KEEP_ALIVE_S + 1)))
         await running.serve(sockets=[listening])

@@ -212,6 +212,6 @@ class Workers:
 
 
 def _free_port() -> int:
-    """One where no one listens now: the processes meet there."""
+    """One where no one listens now: the processes connect there."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""How several workers write one snapshot: each its part, and the leader the name, when all parts are there.
+"""How several workers write one snapshot: each its part, and rank 0 the name, when all parts are there.
 
 Everything goes through the folder that the workers share, on threads, during training: a collective here would get into
 the order of the training's own. Names of a folder on its way:
@@ -37,8 +37,8 @@ class Part:
     failure: str = ""
 
 
-def tell(half: Path, rank: int, part: Part, disk: Disk) -> None:
-    """Leave word for the leader that worker `rank` is done.
+def report_part(half: Path, rank: int, part: Part, disk: Disk) -> None:
+    """Report to rank 0, by a file, that worker `rank` is done.
 
     Raises:
         OSError: the disk would not have it.

@@ -159,12 +159,18 @@ def describe(condition: Condition) -> str:
         ("written", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))),
         ("workers", f"{manifest.world_size}, strategy {facts.strategy}"),
         ("format", str(manifest.format_version)),
-        *((key, str(value)) for key, value in facts.run.items() if not isinstance(value, dict | list)),
+        *((key, _plain(value)) for key, value in facts.run.items() if not isinstance(value, dict | list)),
     ]
-    text = "\n".join(f"{key:<10} {value}" for key, value in lines if value)
+    width = max(10, *(len(key) for key, _ in lines))
+    text = "\n".join(f"{key:<{width}} {value}" for key, value in lines if value)
     model = [(name, f"{dtype} {list(shape)}") for name, (dtype, shape) in facts.model.items()]
     files = [(name, f"{file.bytes:>12} B", file.sha256) for name, file in manifest.files.items()]
     return "\n".join([text, *_columns("model", model), *_columns("files", files)])
+
+
+def _plain(value: object) -> str:
+    """A setting as `--set` takes it: `none`, `true`."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _columns(title: str, rows: Sequence[Sequence[str]]) -> list[str]:

@@ -106,12 +106,12 @@ class Copying:
     def _copy_from_device(self, asked: Event) -> None:
         accelerator = module(self._device)
         with accelerator.device(self._device):
-            beside = accelerator.Stream(self._device)
-            beside.wait_event(asked)  # the update before this snapshot may still be under way on the training's stream
-            with accelerator.stream(beside):
+            side = accelerator.Stream(self._device)
+            side.wait_event(asked)  # the update before this snapshot may still be under way on the training's stream
+            with accelerator.stream(side):
                 for name, tensor in self._later.items():
                     self.copies[name].copy_(tensor, non_blocking=True)
-            beside.synchronize()
+            side.synchronize()
 
 
 def _memory(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What tells one model from another, and one set of weights from another."""
+"""What identifies a model, and a set of weights."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
     factors = _factors(words.device, _LANES)
     total = _products_summed(words[rows * _LANES :], factors[:rest])
     if rows:
-        total = total * _factors(words.device, 1, behind=rows)[0]
+        total = total * _factors(words.device, 1, skip=rows)[0]
     for first in range(0, rows, _ROWS):
         last = min(first + _ROWS, rows)
         some = words[first * _LANES : last * _LANES].view(last - first, _LANES)
         sums = some @ factors if words.device.type == "cpu" else (some * factors).sum(1)
-        total = total + _products_summed(sums, _factors(words.device, last - first, behind=first))
+        total = total + _products_summed(sums, _factors(words.device, last - first, skip=first))
     return total
 
 
@@ -125,9 +125,9 @@ def _words_of(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _factors(device: torch.device, count: int, *, behind: int = 0) -> Tensor:
-    """`count` odd numbers without a pattern, int64: those that follow the first `behind`."""
-    places = torch.arange(behind + 1, behind + count + 1, dtype=torch.int64)
+def _factors(device: torch.device, count: int, *, skip: int = 0) -> Tensor:
+    """`count` odd numbers without a pattern, int64: those that follow the first `skip`."""
+    places = torch.arange(skip + 1, skip + count + 1, dtype=torch.int64)
     mixed = places * -7046029254386353131  # the finaliser of SplitMix64, in arithmetic that wraps around
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
     return ((mixed ^ (mixed >> 27)) | 1).to(device)

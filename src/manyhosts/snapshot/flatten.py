@@ -1,4 +1,4 @@
-"""A nested state taken apart: plain values that go into JSON, and tensors that each have a name.
+"""A nested state, flattened: plain values that go into JSON, and tensors that each have a name.
 
 What JSON cannot say itself is in an object with one key that begins with `$`:
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.parts import TensorPart
+from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 
@@ -31,7 +33,7 @@ TENSOR_TYPES = {Tensor, nn.Parameter, nn.Buffer}
 
 @dataclass(slots=True)
 class FlatState:
-    """A state taken apart by `flatten`."""
+    """A state that `flatten` has flattened."""
 
     nodes: Any
     """The plain values, as JSON can hold them."""
@@ -42,7 +44,7 @@ class FlatState:
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:
-    """Take `state` apart. Its tensors are not copied: they are the ones of the state.
+    """Flatten `state`. Its tensors are not copied: they are the ones of the state.
 
     Raises:
         SnapshotError: a value in it is of a kind that cannot be kept; the path to it is named.
@@ -54,14 +56,14 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         raise SnapshotError(
             "the state is nested too deep, or contains itself", where="state", fix="keep it as flat lists and dicts"
         ) from None
-    full = {name: held for name, held in flattener.held.items() if isinstance(held, Tensor)}
-    parts = {name: held for name, held in flattener.held.items() if isinstance(held, TensorPart)}
+    full = {name: entry for name, entry in flattener.found.items() if isinstance(entry, Tensor)}
+    parts = {name: entry for name, entry in flattener.found.items() if isinstance(entry, TensorPart)}
     return FlatState(nodes, full, parts)
 
 
 @dataclass(slots=True)
 class _Flattener:
-    held: dict[str, Tensor | TensorPart] = field(default_factory=dict)
+    found: dict[str, Tensor | TensorPart] = field(default_factory=dict)
     names: dict[tuple[Any, ...], str] = field(default_factory=dict)
     """Which memory has a name already."""
 
@@ -96,18 +98,18 @@ class _Flattener:
             pairs.append([self.node(key, path), self.node(item, (*path, key))])
         return {"$dict": pairs}
 
-    def named(self, held: Tensor | TensorPart, path: tuple[Any, ...]) -> str:
-        tensor = held if isinstance(held, Tensor) else held.local
+    def named(self, entry: Tensor | TensorPart, path: tuple[Any, ...]) -> str:
+        tensor = entry if isinstance(entry, Tensor) else entry.local
         place = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride())
         memory = (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and memory in self.names:
             return self.names[memory]
         name = plain = ".".join(str(key) for key in path).encode("utf-8", "replace").decode()
         count = 1
-        while name in self.held or name == "__metadata__":  # the one name that a safetensors file keeps for itself
+        while name in self.found or name == "__metadata__":  # the one name that a safetensors file keeps for itself
             count += 1
             name = f"{plain}~{count}"
-        self.held[name] = held
+        self.found[name] = entry
         self.names[memory] = name
         return name
 
@@ -153,3 +155,82 @@ def _array_tensor(array: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Tensor:
 def _refusal(what: str, path: tuple[Any, ...]) -> SnapshotError:
     place = "".join(f"[{key!r}]" for key in path)
     return SnapshotError(f"{what} cannot be kept in a snapshot", where=f"state{place}", fix=f"keep it as {_KEPT}")
+
+
+# One state of all workers, where some hold tensors of which others have nothing, nor what the optimizer keeps of them.
+#
+# Every worker reports what it has: the plain values, and which tensors it holds. What one alone has is in the state of
+# all then, as a part that others hold; a tensor that all hold is shared out as ever.
+
+_Told = tuple[Any, dict[str, list[Any]]]
+"""Of one worker: the plain values; name → [dtype, shape, whether it holds values] of each tensor."""
+
+
+def merged(own: FlatState, world: World) -> FlatState:
+    """The state of all workers, with what this one holds of it. Every worker calls this."""
+    mine: dict[str, list[Any]] = {
+        **{name: [dtype_name(each.dtype), list(each.shape), True] for name, each in own.tensors.items()},
+        **{name: [dtype_name(each.local.dtype), list(each.shape), False] for name, each in own.parts.items()},
+    }
+    reported: list[_Told] = [tuple(row) for row in gather_plain(world, [own.nodes, mine])]
+    nodes = _merged_node([(rank, row[0]) for rank, row in enumerate(reported)], reported)
+    found = FlatState(nodes, {}, {})
+    for name in dict.fromkeys(_tensor_names(nodes)):
+        holders = [rank for rank, (_, tensors) in enumerate(reported) if name in tensors and tensors[name][2]]
+        here = own.tensors.get(name)
+        if here is not None and len(holders) == world.size:
+            found.tensors[name] = here
+        elif here is not None and holders[0] == world.rank:
+            found.parts[name] = TensorPart.all_of(here)
+        else:
+            [dtype, shape, _] = next(tensors[name] for _, tensors in reported if name in tensors)
+            nothing = torch.empty(0, dtype=getattr(torch, dtype))
+            found.parts[name] = TensorPart(nothing, (0,) * len(shape), tuple(shape))
+    return found
+
+
+def _merged_node(rows: Sequence[tuple[int, Any]], reported: Sequence[_Told]) -> Any:
+    """One node of what is in the same place on several workers, by rank."""
+    nodes = [node for _, node in rows]
+    if all(isinstance(node, dict) for node in nodes):
+        if all("$tensor" in node for node in nodes):
+            return next((node for rank, node in rows if reported[rank][1][node["$tensor"]][2]), nodes[0])
+        keys = dict.fromkeys(key for node in nodes for key in node)
+        if "$dict" in keys and len(keys) == 1:
+            return {"$dict": _merged_pairs(rows, reported)}
+        if not any(key.startswith("$") for key in keys):
+            return {
+                key: _merged_node([(rank, node[key]) for rank, node in rows if key in node], reported) for key in keys
+            }
+    if all(isinstance(node, list) and len(node) == len(nodes[0]) for node in nodes):
+        return [_merged_node([(rank, node[place]) for rank, node in rows], reported) for place in range(len(nodes[0]))]
+    return nodes[0]
+
+
+def _merged_pairs(rows: Sequence[tuple[int, Any]], reported: Sequence[_Told]) -> list[Any]:
+    """The items of dicts whose keys are no words."""
+    keys: list[Any] = []
+    for _, node in rows:
+        keys += [key for key, _ in node["$dict"] if key not in keys]
+    return [
+        [
+            key,
+            _merged_node(
+                [(rank, value) for rank, node in rows for own, value in node["$dict"] if own == key], reported
+            ),
+        ]
+        for key in keys
+    ]
+
+
+def _tensor_names(node: Any) -> Iterator[str]:
+    """The tensors that are named in `node`."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _tensor_names(each)
+    elif isinstance(node, dict):
+        for key, each in node.items():
+            if key in ("$tensor", "$array"):
+                yield each
+            else:
+                yield from _tensor_names(each)

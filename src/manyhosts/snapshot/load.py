@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
@@ -14,14 +15,24 @@ from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSkipped
-from manyhosts.records.contents import check_owns, headers_of, records_of
-from manyhosts.records.manifest import NAME, Facts, FileRecord, Found, InFolder, Manifest, found_in, read, verify
+from manyhosts.records.contents import check_owns, headers_of, records_of, unflatten
+from manyhosts.records.manifest import (
+    NAME,
+    Facts,
+    FileRecord,
+    Found,
+    InFolder,
+    Manifest,
+    fix_of,
+    found_in,
+    read,
+    verify,
+)
 from manyhosts.records.tensor_parts import Box, TensorRecord
-from manyhosts.snapshot.entries import Entries
 from manyhosts.snapshot.fingerprint import Fingerprint, difference
 from manyhosts.snapshot.shared_reading import Headers, read_together
 from manyhosts.snapshot.slices import Ahead, RequestedBlocks, TensorReader
-from manyhosts.snapshot.tensors import TensorFile
+from manyhosts.snapshot.tensors import Asked, TensorFile
 
 Fits = Callable[[Manifest], str]
 """Why a run cannot continue from the snapshot with this manifest; nothing where it can."""
@@ -143,8 +154,8 @@ def newest(
     sharers = range(world.size) if sharers is None else sharers
     skipped: list[SnapshotSkipped] = []
     tried = 0
-    # The leader says which one all look at next: several hosts may see a shared folder at different moments.
-    left = iter(found_in(folder) if world.is_leader else [])
+    # Rank 0 says which one all look at next: several hosts may see a shared folder at different moments.
+    left = iter(found_in(folder) if world.is_rank_0 else [])
     while (found := _agreed(folder, next((found for found in left if found.step >= 0), None), world)) is not None:
         loaded, reason = None, "half-written: the run ended before it was complete"
         if found.how != "half":
@@ -195,7 +206,7 @@ def _reason(mine: str, world: World) -> str:
 
 
 def _agreed(folder: Path, mine: Found | None, world: World) -> Found | None:
-    """What the leader has found, on every worker."""
+    """What rank 0 has found, on every worker."""
     reported = gather_plain(world, None if mine is None else [mine.step, mine.how])[0]
     if reported is None or mine is not None:
         return mine
@@ -244,3 +255,76 @@ class Owns(Sequence[Mapping[str, Any]]):
             return {}
         own = Entries.in_file(text, lambda: TensorFile(tensors).read)
         return own.under(self.key) if self.key else own
+
+
+# A state that lies on the disk: each of its values is read when it is asked for.
+
+Read = Callable[[str], Any]
+"""Gives the tensor of a name in memory of its own, or what reads it later."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries(Mapping[str, Any]):
+    """The values of a flattened mapping. Nothing is kept here: what is asked for twice is read twice."""
+
+    text: Path
+    """Where its plain values were read."""
+    nodes: Mapping[str, Any]
+    """Each value, flattened, by its key."""
+    open: Callable[[], Read]
+    """Gives what reads tensors for one value; the files that it opens are closed when it goes."""
+
+    @classmethod
+    def in_file(cls, text: Path, open: Callable[[], Read]) -> Entries:
+        """Those that the file `text` holds.
+
+        Raises:
+            SnapshotError: it cannot be read.
+        """
+        with readable(text):
+            return cls(text, _by_key(json.loads(text.read_text(encoding="utf-8"))), open)
+
+    def under(self, key: str) -> Entries:
+        """Those of the mapping under `key`; none where it is not there."""
+        return replace(self, nodes=_by_key(self.nodes.get(key, {})))
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.nodes)
+
+    def __getitem__(self, key: str) -> Any:
+        """The value under `key`, with tensors of its own.
+
+        Raises:
+            KeyError: there is none.
+            SnapshotError: it cannot be read.
+        """
+        node = self.nodes[key]
+        with readable(self.text):
+            return unflatten(node, Asked(self.open()))
+
+
+def _by_key(nodes: dict[str, Any]) -> dict[Any, Any]:
+    """Of a flattened dict, the nodes of its values by their keys."""
+    if nodes.keys() != {"$dict"}:
+        return nodes
+    return {unflatten(key, {}): node for key, node in nodes["$dict"]}
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within, the file at `path` is read, and what was kept in it put together.
+
+    Raises:
+        SnapshotError: that failed.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+        raise SnapshotError(
+            f"{path.name} cannot be read: {type(cause).__name__}: {cause}",
+            where=str(path.parent),
+            fix=fix_of(cause),
+        ) from cause

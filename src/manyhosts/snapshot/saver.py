@@ -159,7 +159,7 @@ class Saver:
         )
         objects = {name: dict(each.state_dict()) for name, each in self.objects.items()}
         self.store.save({"objects": objects, "random": generators}, facts)
-        self._tell()
+        self._report()
 
     def close(self) -> None:
         """Make a snapshot of the last step, where there is none, and wait until it is on the disk."""
@@ -167,9 +167,9 @@ class Saver:
             self.save()
         if self.store is not None:
             self.store.wait()
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         assert self.store is not None, "rank 0 writes"
         for news in self.store.finished():
             if reason := getattr(news, "reason", ""):

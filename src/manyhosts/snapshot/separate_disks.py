@@ -27,7 +27,7 @@ from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import newest_complete
 
 COPIES = 2
-"""Disks that keep each snapshot: the leader's and the next one."""
+"""Disks that keep each snapshot: rank 0's and the next one."""
 _CHUNK_BYTES = 16 << 20
 
 
@@ -45,14 +45,14 @@ def send_own(
     found: dict[int, tuple[str, Mapping[str, Tensor]]] = {}
     for source in range(group.size):
         if source == group.rank:
-            text, held = json.dumps(nodes, allow_nan=False), tensors
+            text, sent = json.dumps(nodes, allow_nan=False), tensors
             for rank in to:
                 if rank != source:
-                    transfer.give(group, rank, text, held)
+                    transfer.give(group, rank, text, sent)
         elif group.rank in to:
-            text, held = transfer.take(group, source)
+            text, sent = transfer.take(group, source)
         if group.rank in to and (reported := json.loads(text)) is not None:
-            found[source] = (_text(reported), held)
+            found[source] = (_text(reported), sent)
     return found
 
 
@@ -84,7 +84,7 @@ def own_disk(world: World) -> int:
 
 
 def _disks(world: World) -> list[int]:
-    """A number of each worker's disk, by rank. A launcher tells all workers theirs, or none of them."""
+    """A number of each worker's disk, by rank. A launcher gives all workers theirs, or none of them."""
     own = torch.tensor([own_disk(world)], dtype=torch.int64, device=world.device)
     return [int(disk) for disk in world.stack(own).flatten().tolist()]
 
@@ -106,7 +106,7 @@ def bring_newest(folder: Path, world: World, disk: Disk) -> None:
 
 
 def bring_best(path: Path, world: World, disk: Disk, step: int) -> None:
-    """Bring the best model to all hosts: that of `step`, from the first host that has it, or else the leader's.
+    """Bring the best model to all hosts: that of `step`, from the first host that has it, or else rank 0's.
 
     Every worker calls this. Nothing is brought where there is none.
     """
@@ -171,7 +171,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _content(path: Path) -> str:
-    """What tells a snapshot from another one of the same step."""
+    """What distinguishes a snapshot from another one of the same step."""
     files = sorted((name, file.sha256) for name, file in read(path).files.items())
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 

@@ -126,7 +126,7 @@ class RequestedBlocks(TensorReader):
         self.times: Counter[tuple[str, Box]] = Counter()
 
     def block(self, name: str, box: Box) -> Tensor:
-        """Note that this block is wanted once more; on the meta device, of the shape of `box`."""
+        """Note that this block is wanted again; on the meta device, of the shape of `box`."""
         self.times[name, box] += 1
         return torch.empty(box.shape, dtype=dtype_of(self.records[name].dtype), device="meta")
 

@@ -4,7 +4,7 @@ store.save(state, facts)          returns when what may change is copied; copyin
 ... forward and backward pass
 store.before_update()             waits until the rest is copied, too: usually not at all
 ... the optimizer changes the parameters
-store.finished()                  tells what became of it
+store.finished()                  returns what became of it
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import Facts, found_in
-from manyhosts.snapshot.commit import Part, discard, hear, remove_halves, tell
+from manyhosts.snapshot.commit import Part, discard, hear, remove_halves, report_part
 from manyhosts.snapshot.copy import Copying, CopySpace
 from manyhosts.snapshot.disk import Disk
-from manyhosts.snapshot.flatten import flatten
+from manyhosts.snapshot.flatten import flatten, merged
 from manyhosts.snapshot.load import Ask, Fits, Loaded, everything_fits, newest, newest_complete
-from manyhosts.snapshot.merged import merged
 from manyhosts.snapshot.prune import surplus
 from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of_disk, keepers, sharers_of_disk
 from manyhosts.snapshot.writing import Owns, Share, Task, seal, see_one_moment, sent, sentence, share_of, write_files
@@ -53,26 +52,26 @@ class Store:
         world: World | None = None,
         disk: Disk | None = None,
         patience_s: float = 600,
-        apart: bool | None = None,
+        separate_disks: bool | None = None,
         holds: Callable[[Path], bool] = lambda _: False,
     ) -> None:
-        """`patience_s`: how long the leader, done with its own part, waits for those of the others.
+        """`patience_s`: how long rank 0, done with its own part, waits for those of the others.
 
-        `apart`: whether hosts have disks of their own, so that two of them keep everything; None: as the launcher has
-        said. `holds`: whether a snapshot is still needed by somebody, however old it is.
+        `separate_disks`: whether hosts have disks of their own, so that two of them keep everything; None: as the
+        launcher has said. `holds`: whether a snapshot is still needed by somebody, however old it is.
         """
         self.folder = folder
         self.keep = keep
         self.stalled_s = 0.0
-        """Seconds that training has stood still for snapshots, all in all."""
+        """Seconds that training has been stalled by snapshots, in all."""
         self._world = world or World(Place())
         self._disk = disk or Disk()
         self._patience_s = patience_s
         self._holds = holds
-        reported = bool(os.environ.get(run_directory.APART))
-        self.apart = self._world.is_shared and (reported if apart is None else apart)
+        reported = bool(os.environ.get(run_directory.SEPARATE_DISKS))
+        self.separate_disks = self._world.is_shared and (reported if separate_disks is None else separate_disks)
         """Whether hosts have disks of their own."""
-        self.is_writer = not self.apart
+        self.is_writer = not self.separate_disks
         """Whether the last snapshot is on this worker's disk, as far as it knows."""
         self._space = CopySpace(self._world.device)
         self._copying: Copying | None = None
@@ -99,7 +98,7 @@ class Store:
         """Begin to write `state` as the snapshot of `facts.step`. Every worker calls this, at the same step.
 
         `state` is equal on all workers, but for tensors of which each gives what it holds, as a `TensorPart`; and with
-        `by_stage` some may have values and tensors that others have not (`snapshot.merged`). Each
+        `by_stage` some may have values and tensors that others have not (`flatten.merged`). Each
         writes its parts, and a share of the full tensors; where hosts share no disk, one worker of two hosts all.
         `own` is this worker's alone; those of all workers are kept. What shares memory with one of the tensors
         `unchanged_until_update` (parameters, optimizer state) is copied during what comes next, and `before_update`
@@ -107,7 +106,7 @@ class Store:
         all the same costs this snapshot, and from then on all is copied at once. Where a snapshot is still being
         written, this waits for it.
 
-        What the disk refuses costs this snapshot and nothing else: `finished` tells it.
+        What the disk refuses costs this snapshot and nothing else: `finished` says so.
 
         Raises:
             SnapshotError: a value in `state` or `own` is of a kind that cannot be kept.
@@ -135,13 +134,13 @@ class Store:
         begin = time.perf_counter()
         self._make_way()
         world = self._world
-        # The leader draws a number for this try, so that nothing left over from another can get into it.
+        # Rank 0 draws a number for this try, so that nothing left over from another can get into it.
         token = f"{int(world.agree(float(int.from_bytes(os.urandom(6), 'big')))):012x}"
         shared, own_state = flatten(state), flatten(own) if own else None
         if by_stage:
             shared = merged(shared, world)
         rank, writers, exchange = world.rank, range(world.size), None
-        if self.apart:
+        if self.separate_disks:
             to = keepers(world)
             self.is_writer = rank in to
             exchange = partial(sent, None if own_state is None else own_state.nodes, self._side_group(), to)
@@ -179,7 +178,7 @@ class Store:
     def save_alone(self, path: Path, state: Mapping[str, Any], facts: Facts) -> bool:
         """Write `state`, all of it, as the snapshot in `path`, without any other worker, before this returns.
 
-        For a worker that is about to end. Whether it is complete; `finished` tells more.
+        For a worker that is about to end. Whether it is complete; `finished` has the details.
 
         Raises:
             SnapshotError: a value in `state` is of a kind that cannot be kept.
@@ -218,7 +217,7 @@ class Store:
 
         A worker whose part failed says so in the folder; where its disk refused even that, here.
         """
-        if not self._world.is_leader:
+        if not self._world.is_rank_0:
             self.wait()
         if self._world.any(self._failed):
             self._gave_up = "another worker could not write its part, nor say why"
@@ -237,7 +236,7 @@ class Store:
     def finished(self) -> list[SnapshotSaved | SnapshotSkipped]:
         """What became of the snapshots whose writing ended since the last call. Never waits.
 
-        The leader hears of each; another worker only of those in which its own part failed.
+        Rank 0 hears of each; another worker only of those in which its own part failed.
         """
         self._raise_crash()
         self._count_sent()
@@ -267,8 +266,8 @@ class Store:
         The newest complete one stays, and what somebody still needs. Every worker calls this.
         """
         self.wait()
-        keeps_all = self.apart and self._world.rank in keepers(self._world)
-        if not (self._world.is_leader or keeps_all):
+        keeps_all = self.separate_disks and self._world.rank in keepers(self._world)
+        if not (self._world.is_rank_0 or keeps_all):
             return None
         kept = newest_complete(self.folder)
         for found in reversed(found_in(self.folder)):
@@ -289,7 +288,7 @@ class Store:
             SnapshotError: there are snapshots, and none can be continued from; each is named with its reason.
         """
         self.gather()
-        sharers = sharers_of_disk(self._world) if self.apart else None
+        sharers = sharers_of_disk(self._world) if self.separate_disks else None
         loaded = newest(self.folder, fits, self._world, sharers=sharers, ask=ask)
         if loaded is not None:
             self._passed_over = {skipped.path for skipped in loaded.skipped}
@@ -298,19 +297,19 @@ class Store:
     def gather(self) -> None:
         """Where hosts have disks of their own, bring the newest on any of them to all. Every worker calls this."""
         self.wait()
-        if self.apart:
+        if self.separate_disks:
             bring_newest(self.folder, self._world, self._disk)
 
     def everywhere(self, path: Path, step: int) -> None:
         """See that all hosts have at `path` the best model, of `step`, where there is one. All call this."""
         self.wait()
-        if self.apart:
-            self._world.barrier()  # the leader's is complete
+        if self.separate_disks:
+            self._world.barrier()  # rank 0's is complete
             bring_best(path, self._world, self._disk, step)
 
     def leads_disk(self) -> bool:
         """Whether this worker is the first of those that share its disk. Every worker calls this."""
-        return first_of_disk(self._world) if self.apart else self._world.is_leader
+        return first_of_disk(self._world) if self.separate_disks else self._world.is_rank_0
 
     def _raise_crash(self) -> None:
         if self._crash is not None:
@@ -341,7 +340,7 @@ class Store:
                     remove_halves(task.path.parent, self._disk, but=task.half)
             self._disk.make_folder(task.half)
             see_one_moment(task.copying)
-            tell(task.half, task.rank, write_files(task, owns, self._disk), self._disk)
+            report_part(task.half, task.rank, write_files(task, owns, self._disk), self._disk)
             if leads:
                 self._commit(task)
         except Exception as trouble:
@@ -377,6 +376,6 @@ class Store:
                 for name in (task.share.file, task.share.own_file, *task.share.texts):  # makes room to say so
                     if name and (task.half / name).exists():
                         self._disk.remove_file(task.half / name)
-                tell(task.half, task.rank, Part(failure=sentence(trouble)), self._disk)
+                report_part(task.half, task.rank, Part(failure=sentence(trouble)), self._disk)
         except OSError:
             return

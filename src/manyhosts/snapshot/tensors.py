@@ -60,8 +60,8 @@ def write(path: Path, tensors: Mapping[str, Tensor | TensorPart], disk: Disk) ->
     return _write_hashed(path, _pieces({name: _part(each) for name, each in tensors.items()}), disk)
 
 
-def _part(held: Tensor | TensorPart) -> TensorPart:
-    return TensorPart.all_of(held) if isinstance(held, Tensor) else held
+def _part(given: Tensor | TensorPart) -> TensorPart:
+    return TensorPart.all_of(given) if isinstance(given, Tensor) else given
 
 
 def write_text(path: Path, text: str, disk: Disk) -> FileRecord:

@@ -1,4 +1,4 @@
-"""What one worker writes of a snapshot: planned from the state, written from a copy of it, and closed by the leader."""
+"""What one worker writes of a snapshot: planned from the state, written from a copy of it, and closed by rank 0."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Task:
     """The workers that write a part."""
     begin: float
     exchange: Callable[[Mapping[str, Tensor]], Owns] | None = None
-    """Where hosts share no disk: given this worker's own, tells what of all workers' own this one is to write."""
+    """Where hosts share no disk: given this worker's own, returns what of all workers' own this one is to write."""
 
 
 _OF_THE_FIRST = "buffers."
@@ -91,15 +91,15 @@ def share_of(shared: FlatState, own: FlatState | None, *, rank: int, writers: in
     if own is not None:
         assert not own.parts, f"worker {rank} keeps parts of {min(own.parts)} for itself, and no one has the others"
         texts[f"own-{rank:05d}.json"] = json_text(own.nodes)
-    held = {name: part for name, part in shared.parts.items() if part.local.numel()}
+    cut = {name: part for name, part in shared.parts.items() if part.local.numel()}
     alike = {name: tensor for name, tensor in shared.tensors.items() if not name.startswith(_OF_THE_FIRST)}
     if rank == 0:
-        held |= {name: TensorPart.all_of(shared.tensors[name]) for name in shared.tensors.keys() - alike.keys()}
+        cut |= {name: TensorPart.all_of(shared.tensors[name]) for name in shared.tensors.keys() - alike.keys()}
         empty = {name: part.local.new_empty(part.shape) for name, part in shared.parts.items() if 0 in part.shape}
-        held |= {name: TensorPart.all_of(tensor) for name, tensor in empty.items()}  # no one holds a part of it
+        cut |= {name: TensorPart.all_of(tensor) for name, tensor in empty.items()}  # no one holds a part of it
     return Share(
         file=f"tensors-{rank:05d}-of-{writers:05d}.safetensors",
-        parts=share_out(alike, writers)[rank] | held,
+        parts=share_out(alike, writers)[rank] | cut,
         texts=texts,
         own_file="" if own is None else f"own-{rank:05d}.safetensors",
         own={} if own is None else own.tensors,
@@ -113,7 +113,7 @@ def _wanted(shared: FlatState) -> Wanted:
 
 
 def write_files(task: Task, owns: Owns, disk: Disk) -> Part:
-    """Write all files of this worker, and tell what is in them.
+    """Write all files of this worker, and return what is in them.
 
     Raises:
         OSError: the disk would not have it.

@@ -5,15 +5,14 @@ more is wrong, and what it has may not reach the weights: the comparison comes b
 weights of all workers are compared, each of which has the same ones.
 
 In a step with an audit: the owner takes a digest of the part when it hands it to the tree, the auditor computes it once
-more, and one exchange tells all workers the digests. Where two differ, everybody who has the part's samples (the
-third worker, too) computes it twice more, and tells that in a second exchange. All workers see the same digests, so all
+more, and one exchange gives all workers the digests. Where two differ, everybody who has the part's samples (the
+third worker, too) computes it twice more, and sends that in a second exchange. All workers see the same digests, so all
 come to the same verdict.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
 from collections import Counter
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from manyhosts import device
 from manyhosts.cluster.membership import MEMBER
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.data.audits import Audit, AuditPlan
 from manyhosts.device import processor
@@ -35,7 +34,7 @@ from manyhosts.strategies.strategy import Piece
 
 _NOT_COMPUTED = 0
 _AGAIN = 2
-"""How often a part about which two workers disagree is computed once more by each of them."""
+"""How often a part about which two workers disagree is computed again by each of them."""
 _LOOK_AT_IT = "look at the machine before it is used again: its memory (memtest), its temperature, `dmesg`, `mcelog`"
 _THREE = f"{_LOOK_AT_IT}; with three workers or more a third one decides"
 
@@ -78,7 +77,7 @@ class _Member:
     host: str
     node: str
     name: str
-    """Tells it from every other worker that the run ever had."""
+    """Distinguishes it from every other worker that the run ever had."""
     processor: str
     make: str
     """What must be equal for equal bits."""
@@ -141,7 +140,7 @@ class Auditor:
         """The last step in which all workers had equal weights."""
         self.compared = 0
         """Parts that were computed again, on all workers together, and had the same bits."""
-        at_start = not world.apart and (world.membership is None or not world.membership.group)
+        at_start = not world.is_joining and (world.membership is None or not world.membership.group)
         if at_start and world.size == 1:
             raise ConfigError(
                 "audit has parts computed again by another worker, and there is one worker only",
@@ -167,8 +166,7 @@ class Auditor:
             self.world.notes.append(f"audits pause while processors of several makes train together: {other}")
         if self.world.size == 1 or other is not None:
             return None
-        hosts = tuple(member.node for member in self.members)
-        return AuditPlan(self.share, self.seed, hosts, self.world.rank)
+        return AuditPlan(self.share, self.seed, tuple(member.node for member in self.members), self.world.rank)
 
     def _look_around(self) -> None:
         world, self.fresh = self.world, True
@@ -184,7 +182,7 @@ class Auditor:
             "processor": f"{name}, torch {torch.__version__}, threads: {torch.get_num_threads()}",
             "make": f"{make}, {capability}, {torch.__version__}, {torch.get_num_threads()}",
         }
-        self.members = [_Member(**json.loads(word)) for word in gather_words(world, json.dumps(own))]
+        self.members = [_Member(**each) for each in gather_plain(world, own)]
 
     def _of_another_make(self) -> str | None:
         """The first two workers that differ, in words; None where none do."""
@@ -199,15 +197,11 @@ class Auditor:
 
     # One step.
 
-    def digest(self) -> Digest:
-        """One that has seen nothing yet."""
-        return Digest(self.checksums)
-
     def begin(self, step: int, audits: Sequence[Auditable]) -> None:
         """`step` is about to be computed, with these audits: the same ones on every worker."""
         self.step, self.due = step, audits
         own = [each.audit.part for each in audits if each.audit.owner == self.world.rank]
-        self.digests = {part: self.digest() for part in own}
+        self.digests = {part: Digest(self.checksums) for part in own}
         if self.fresh:
             # With the state that they begin with all agree.
             before = self.agreed
@@ -227,7 +221,7 @@ class Auditor:
     def compare(self, model: nn.Module, again: Again) -> None:
         """Compare the weights of all workers, and the audited parts of the step. Every worker calls this.
 
-        `again` computes a part once more, of these pieces, or of this worker's own where there are none.
+        `again` computes a part again, of these pieces, or of this worker's own where there are none.
 
         Raises:
             WrongBits: they differ somewhere.
@@ -235,7 +229,7 @@ class Auditor:
         if not self.due:
             return
         mine = [self._of(each, again) for each in self.due]
-        weights = self.digest()
+        weights = Digest(self.checksums)
         weights.add([value for value in model.state_dict().values() if isinstance(value, Tensor)])
         rows = self._reported([weights.value, *mine])
         self._compare_weights([row[0] for row in rows])
@@ -244,9 +238,7 @@ class Auditor:
         disputed = [place for place in range(len(audits)) if len(set(first[place].values())) > 1]
         if disputed:
             self._settle(disputed, first, again)
-        for audit in audits:
-            for rank in audit.ranks[:2]:
-                self.agreed[self.members[rank].name] = self.step
+        self.agreed |= {self.members[rank].name: self.step for audit in audits for rank in audit.ranks[:2]}
         self.equal_at = self.step
         self.compared += len(audits)
 
@@ -257,7 +249,7 @@ class Auditor:
         return again(each.audit.part, each.pieces) if self.world.rank == each.audit.auditor else _NOT_COMPUTED
 
     def _reported(self, own: Sequence[int]) -> list[list[int]]:
-        """What every worker tells, by rank."""
+        """What every worker has sent, by rank."""
         found: list[list[int]] = self.world.stack(
             torch.tensor(own, dtype=torch.int64, device=self.world.device)
         ).tolist()
@@ -289,11 +281,11 @@ class Auditor:
         again: Again,
     ) -> None:
         """Two have computed other bits of the same part: have it computed again, and say who is wrong."""
-        mine = []
-        for place in disputed:
-            each = self.due[place]
-            concerned = self.world.rank in each.audit.ranks
-            mine += [again(each.audit.part, each.pieces) if concerned else _NOT_COMPUTED for _ in range(_AGAIN)]
+        mine = [
+            again(each.audit.part, each.pieces) if self.world.rank in each.audit.ranks else _NOT_COMPUTED
+            for each in (self.due[place] for place in disputed)
+            for _ in range(_AGAIN)
+        ]
         rows = self._reported(mine)
         guilty: dict[int, str] = {}
         for number, place in enumerate(disputed):
@@ -306,8 +298,7 @@ class Auditor:
             found = find_wrong(reported)
             if found is None or len(found) == self.world.size:
                 self._end(*self._undecided(audit, reported))
-            for rank in sorted(found):
-                guilty[rank] = self._found_wrong(rank, audit, reported, found)
+            guilty |= {rank: self._found_wrong(rank, audit, reported, found) for rank in sorted(found)}
         self._accuse(guilty)
 
     def _found_wrong(
@@ -349,6 +340,5 @@ class Auditor:
     def _left_with(self, guilty: Iterable[int]) -> list[int]:
         """Those who are left out with `guilty` workers: their hosts' others, unless that is the only host."""
         hosts = {self.members[rank].node for rank in guilty}
-        if len({member.node for member in self.members}) == 1:
-            return list(guilty)
-        return [rank for rank, member in enumerate(self.members) if member.node in hosts]
+        on_them = [rank for rank, member in enumerate(self.members) if member.node in hosts]
+        return on_them if len({member.node for member in self.members}) > 1 else list(guilty)

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from manyhosts.cluster.membership import PartOfCopy
+from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.holding import Holding
-from manyhosts.communication.layout import as_real
+from manyhosts.communication.layout import as_real, is_dtensor, put_flat
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.shared_norm import prepare
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.optimizer_step import stepping
-from manyhosts.strategies.strategy import OnMesh, Piece, RemembersNothing, Sample, Steppable
+from manyhosts.strategies.strategy import Piece, Sample, Steppable, Strategy
 from manyhosts.strategies.tally import Agreed, StepMetrics
 
 
@@ -36,26 +37,29 @@ def without_graph(model: nn.Module) -> dict[int, Any]:
 
     Such as an old weight_norm its weight, or activations for pictures.
     """
-    kept = [each for part in model.modules() for held in vars(part).values() for each in _members(held)]
+    kept = [each for part in model.modules() for member in vars(part).values() for each in _members(member)]
     return {id(each): each.detach() for each in kept if isinstance(each, Tensor) and not each.is_leaf}
 
 
-def _members(held: Any) -> list[Any]:
-    return [held, *(held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else ())]
+def _members(member: Any) -> list[Any]:
+    return [
+        member,
+        *(member.values() if isinstance(member, dict) else member if isinstance(member, list | tuple) else ()),
+    ]
 
 
 def check_memory(model: nn.Module, where: str) -> None:
-    """See that no parameter of `model` lies where another of its tensors does: apart they would not change together.
+    """See that no parameter of `model` lies where another of its tensors does: cut, they would not change together.
 
     Raises:
         ConfigError: one does.
     """
-    beside: dict[int, list[tuple[str, Tensor]]] = {}
+    by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, each in [*model.named_parameters(), *model.named_buffers()]:
-        is_cut = isinstance(each, DTensor)  # it was looked at before that
-        if each.layout is torch.strided and not each.is_meta and not is_cut and each.numel():
-            beside.setdefault(each.untyped_storage().data_ptr(), []).append((name, each))
-    for names in beside.values():
+        # One that is cut was looked at before that.
+        if each.layout is torch.strided and not each.is_meta and not is_dtensor(each) and each.numel():
+            by_memory.setdefault(each.untyped_storage().data_ptr(), []).append((name, each))
+    for names in by_memory.values():
         for (name, each), (other, tensor) in itertools.combinations(names, 2):
             if isinstance(each, nn.Parameter) and _overlap(each, tensor):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -105,33 +109,38 @@ def sum_together(given: Sequence[Tensor], summed: Callable[[Tensor], Tensor]) ->
     """Have their sums over workers in place of `given`, by a message for each dtype. `summed` makes one of them."""
     for dtype in dict.fromkeys(each.dtype for each in given):
         own = [each for each in given if each.dtype == dtype]
-        flat = summed(torch.cat([each.reshape(-1) for each in own]))
-        for each, part in zip(own, flat.split([each.numel() for each in own]), strict=True):
-            each.copy_(part.view_as(each))
+        put_flat(summed(torch.cat([each.reshape(-1) for each in own])), own)
 
 
-class CutModel(OnMesh, RemembersNothing):
+class CutModel(Strategy):
     """The model lies over the workers of `mesh` as `holding` says."""
+
+    has_own = True
+    complete = False
+    """Whether lacking is only the word that all have all that their updates take."""
 
     def __init__(self, mesh: Mesh, holding: Holding) -> None:
         super().__init__(mesh, holding)
         self.agreed = Agreed()
-        self.in_copies = self.traits.survives_loss and (mesh.size("replicate") > 1 or self.world.apart)
+        self.members: Collectives = self.world
+        """Those whose gradients make one: all, but where copies step alone."""
+        self.of_gradient = holding
+        """What of it each of them gives, so that every element counts once."""
+        self.in_copies = self.traits.survives_loss and (mesh.size("replicate") > 1 or self.world.is_joining)
         """Whether there were copies when the workers began: where one is lost, the others continue without it."""
         self.plan: dict[str, Any] = {}
         """How the model is cut, in plain values: what a worker that comes late must know."""
-        self._full = False
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
         """Step the optimizer, which knows of this worker's parts alone."""
         with stepping(optimizer):
             optimizer.step()
 
-    # Where workers are lost and others come, in the words of `Elastic` and `InCopies`.
+    # Where workers are lost and others come.
 
     def why_all_end(self) -> str:
         """Why no worker continues where one is lost; empty where those of other copies do."""
-        return "" if self.in_copies else "there is one copy of the model"
+        return super().why_all_end() or ("" if self.in_copies else "there is one copy of the model")
 
     def layout(self) -> PartOfCopy | None:
         """This worker's place in its copy; None where all end with one that is lost."""
@@ -139,26 +148,36 @@ class CutModel(OnMesh, RemembersNothing):
 
     def prepare_update(self) -> None:
         """Return when all workers have all that their updates take: from here on each can make its own alone."""
-        if self.world.membership is None or not self.in_copies or self._full:
+        if self.world.membership is None or not self.in_copies or self.complete:
             return
-        self._full = True
+        self.complete = True
         self.world.barrier()
-        self._full = False  # the update follows, and nothing breaks it off
-
-    @property
-    def complete(self) -> bool:
-        """Whether lacking is only the word that all have all that their updates take."""
-        return self._full
+        self.complete = False  # the update follows, and nothing breaks it off
 
     def step_back(self) -> None:
         """Nothing is kept of a step but gradients, which the next one begins again."""
-        self._full = False
+        self.complete = False
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Sum gradients over the copies that there are now. Nothing is lost with those that are gone."""
-        self._full = False
+        self.complete = False
         self.agreed.forget()
         return ""
+
+    def compare_copies(
+        self, tensors: Mapping[str, Tensor], checksums: Callable[[Mapping[str, Tensor]], Mapping[str, str]]
+    ) -> tuple[str, Mapping[str, Tensor]]:
+        """See `Strategy`."""
+        holding, common = self.holding, self.holding.everywhere(tensors)
+        cut = {
+            name: holding.local(each)
+            for name, each in tensors.items()
+            if name not in common or isinstance(holding.part(each), TensorPart)
+        }
+        rows = gather_plain(self.mesh.along("replicate"), checksums(cut))
+        differing = next((name for name in cut if len({row.get(name) for row in rows}) > 1), "")
+        found = next(filter(None, gather_plain(self.world, differing)), "")
+        return found, {name: each for name, each in common.items() if name not in cut}
 
     def counted(self, tally: StepMetrics, values: Mapping[str, Tensor], piece: Piece) -> Tensor:
         """The loss of `piece`, with its weight. Workers that compute the same samples have it alike: it counts once."""
@@ -166,31 +185,25 @@ class CutModel(OnMesh, RemembersNothing):
 
     @torch.no_grad()
     def norm(self, model: nn.Module) -> Tensor:
-        """The norm of the full gradient. All workers call this: each adds its part, and every element counts once."""
-        given = []
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                continue
-            part = self.holding.part(parameter.grad)
-            if isinstance(part, TensorPart):
-                given.append(part.local)
-            elif self.world.is_leader:
-                given.append(part)
+        """The norm of the gradient that `members` have: each of them adds its part. All workers call this."""
+        parts = [self.of_gradient.part(each.grad) for each in model.parameters() if each.grad is not None]
+        counted = [each for each in parts if isinstance(each, TensorPart) or self.members.rank == 0]
+        given = [each.local if isinstance(each, TensorPart) else each for each in counted]
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for where, own in by_device(given).items():
             here = torch.zeros((), dtype=torch.float64, device=where)
             for norm in torch._foreach_norm(own):
                 here += norm.double().square()
             squares += here.to(self.world.device)
-        return self.world.all_reduce(squares).sqrt().float()
+        return self.members.all_reduce(squares).sqrt().float()
 
     @torch.no_grad()
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale what this worker holds of the gradient as PyTorch's `clip_grad_norm_` would scale all of it."""
         norm = self.norm(model)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        held = [self.holding.local(each.grad) for each in model.parameters() if each.grad is not None]
-        for where, own in by_device(held).items():
+        gradients = [self.holding.local(each.grad) for each in model.parameters() if each.grad is not None]
+        for where, own in by_device(gradients).items():
             here = factor.to(where)
             for gradient in own:
                 gradient.mul_(here.to(gradient.dtype))
@@ -217,9 +230,9 @@ class ComputedTogether(CutModel):
         self.sample: Sample | None = None
         self.parameters: list[nn.Parameter] = []
 
-    def look(self, sample: Sample) -> None:
+    def look(self, sample: Callable[[], Sample | None]) -> None:
         """Know what the model is called with. Before `place`."""
-        self.sample = sample
+        self.sample = sample()
 
     @torch.no_grad()
     def sum_copies(self) -> None:
@@ -232,10 +245,9 @@ class ComputedTogether(CutModel):
         for each, has in zip(trained, copies.all_reduce(found).tolist(), strict=True):
             if has and each.grad is None:
                 each.grad = torch.zeros_like(each)
-        sums: dict[bool, list[Tensor]] = {False: [], True: []}
-        for gradient in (each.grad for each in trained if each.grad is not None):
-            sums[isinstance(self.holding.part(gradient), TensorPart)].append(as_real(self.holding.local(gradient)))
-        # Apart, for the order in which numbers are added depends on the length of a message: what workers hold alike,
-        # next to parts that are not of one length, would not stay alike.
-        for given in sums.values():
-            sum_together(given, copies.all_reduce)
+        gradients, holding = [each.grad for each in trained if each.grad is not None], self.holding
+        # Separately, for the order in which numbers are added depends on the length of a message: what workers hold
+        # alike, next to parts that are not of one length, would not stay alike.
+        for in_parts in (False, True):
+            given = [each for each in gradients if isinstance(holding.part(each), TensorPart) is in_parts]
+            sum_together([as_real(holding.local(each)) for each in given], copies.all_reduce)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.comm_queue import CommQueue
-from manyhosts.communication.compression.choose import Choice, Stopwatch
+from manyhosts.communication.compression.choose import Stopwatch
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.layout import spread
 from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable, factor_of
+from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import UncutModel
 
@@ -33,6 +30,8 @@ class DataParallel(UncutModel):
     """Sums the weighted gradients of all workers while the last backward pass runs."""
 
     traits = Traits()
+    complete = False
+    """Whether all sums of the step under way are here, and what the compression keeps of it is known."""
 
     def __init__(self, config: DDP, world: World) -> None:
         super().__init__(world)
@@ -40,46 +39,38 @@ class DataParallel(UncutModel):
         self.asked = config.compression
         self.bucket_bytes = int(config.bucket_mb * 1e6)
         self.buckets: GradientBuckets | None = None
-        self.agreed = Agreed()
         self.steps = 0
         """Steps that gradients were exchanged in."""
         self.stopwatch = Stopwatch(world) if config.compression == "auto" else None
         """There while it is not yet known which compression to use."""
-        self._complete = False
         self.names: dict[int, str] = {}
         """Of the parameters, by their numbers in the buckets."""
-        self.model_watch: ModelWatch | None = None
-        self.unfrozen: list[str] = []
-        """The names of the parameters that are trained now and were not when the model was placed."""
+        self.model_watch = ModelWatch(nn.Module(), world)
+        """Of the model, once it is placed."""
         self.more: list[GradientBuckets] = []
         """Of those that were unfrozen since the buckets were made."""
         self.groups: list[GradientBuckets] = []
         """Those of each optimizer, where a step has several passes: `buckets` are one of them then, or none."""
-        self.agreed_of: defaultdict[int, Agreed] = defaultdict(Agreed)
-        """By the number of such a pass."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move `model` to this worker's device and make it equal to the leader's."""
-        model = model.to(self.world.device)
-        spread([*model.parameters(), *model.buffers()], self.world)
+        """Move `model` to this worker's device and make it equal to rank 0's."""
+        model = super().place(model)
         self.model_watch = ModelWatch(model, self.world)
         self._make_buckets()
         return model
 
     def make_group(self, parameters: Sequence[nn.Parameter]) -> GradientBuckets:
-        """See `strategy.SumsByGroup`."""
-        assert self.model_watch is not None, "place() comes before"
+        """See `Strategy`."""
         self.buckets, self.model_watch.frozen = None, []  # buckets of a group have all: none is met as new
         self.groups.append(self._buckets_of(parameters))
         return self.groups[-1]
 
     def use_group(self, group: GradientBuckets | None, call: int) -> None:
-        """See `strategy.SumsByGroup`."""
+        """See `Strategy`."""
         self.buckets, self.agreed = group, self.agreed_of[call]
 
     def _make_buckets(self) -> None:
         """Make the buckets for the parameters that all workers train now."""
-        assert self.model_watch is not None, "place() comes before"
         trained = self.model_watch.trained()
         parameters = [parameter for _, parameter in trained]
         self.names = {number: name for number, (name, _) in enumerate(trained)}
@@ -88,11 +79,6 @@ class DataParallel(UncutModel):
             parameters, self.world, bucket_bytes=self.bucket_bytes, compressor=self._compressor(parameters)
         )
 
-    @property
-    def complete(self) -> bool:
-        """Whether all sums of the step under way are here, and what the compression keeps of it is known."""
-        return self._complete
-
     def let_go(self) -> None:
         """Wait for the communication queues."""
         if self.buckets is not None and self.buckets.compressor is not None:
@@ -100,7 +86,7 @@ class DataParallel(UncutModel):
 
     def step_back(self) -> None:
         """Have what the compression keeps and remembers as before the step under way."""
-        self._complete = False
+        self.complete = False
         if self.buckets is not None and self.buckets.compressor is not None:
             self.buckets.compressor.step_back()
         for buckets in self.groups:
@@ -113,7 +99,7 @@ class DataParallel(UncutModel):
             "steps": self.steps,
             "chosen": self._chosen(),
             "compression": {} if compressor is None else compressor.shared_state(),
-            "unfrozen": self.unfrozen,
+            "unfrozen": self.model_watch.thawed,
         }
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
@@ -126,15 +112,14 @@ class DataParallel(UncutModel):
             self.buckets.compressor.confirm()
             self.buckets.compressor.take_shared(state["compression"])
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Exchange gradients in the order of worker `source`, by the compression that any of them has chosen."""
         self._merge_buckets()
         for agreed in (self.agreed, *self.agreed_of.values()):
             agreed.forget()
-        assert self.model_watch is not None, "place() comes before meet()"
         self.model_watch.all_is_new()
         for buckets in self.groups:
-            buckets.meet(source)
+            buckets.resync(source)
         if self.buckets is None:
             return ""
         if self.asked == "auto":
@@ -144,7 +129,7 @@ class DataParallel(UncutModel):
             elif self.stopwatch is not None:
                 self.stopwatch.times.clear()  # of other workers than those of now
         for buckets in (self.buckets, *self.more):
-            buckets.meet(source)
+            buckets.resync(source)
         compressor = self.buckets.compressor
         if compressor is None or not compressor.feedback or not gone:
             return ""
@@ -186,7 +171,7 @@ class DataParallel(UncutModel):
         # every sum: the worker that gets it knows that no other has to do the step again with what it keeps changed.
         last_word = buckets.compressing and self.world.membership is not None
         rides = self.world.size > 1 and not last_word
-        reported = self.model_watch.numbers() if self.model_watch is not None and self.world.size > 1 else []
+        reported = self.model_watch.numbers() if self.world.size > 1 else []
         tally.control_flags = [*control_flags, *reported]
         buckets.arm(tally.packed(self.world.device) if rides else None)
         if last is not None:
@@ -199,7 +184,7 @@ class DataParallel(UncutModel):
             late.finish()
         if self.world.size > 1 and self.world.device.type == "cpu" and buckets.buckets:
             self.world.exchange_s += time.perf_counter() - buckets.first_left
-        self._complete = last_word
+        self.complete = last_word
         if summed is None:
             self.world.wait(tally.start_sum())
         else:
@@ -218,39 +203,41 @@ class DataParallel(UncutModel):
         self._merge_buckets()
         buckets = self.buckets
         assert buckets is not None, "place() comes before forward_backward()"
-        self._complete = False
-        if self.model_watch is not None:
-            self.model_watch.watch.count_step()
+        self.complete = False
+        self.model_watch.watch.count_step()
         for late in self.more:
             late.begin()
         watch = self.stopwatch
         if watch is not None and watch.enough:
             choice = watch.decide(self.config, buckets.parameters, bucket_bytes=self.bucket_bytes)
-            self._tell(choice)
+            self.world.notes.append(choice.why())
+            self.world.news.append(
+                partial(
+                    CompressionChosen,
+                    compression=choice.name,
+                    why=choice.why(),
+                    bandwidth=choice.network.bandwidth,
+                    latency=choice.network.latency_s,
+                )
+            )
             self.settle_on(choice.name)
         elif watch is not None:
             watch.begin()
         if buckets.compressor is None:
             buckets.begin()
         else:
-            factor = _factor(scale, self.world.device)
+            factor = factor_of(scale, self.world.device)
             buckets.begin(compressing=self.steps >= self.config.compression_warmup, scale=factor)
         return buckets
 
     def _heed(self, tally: StepMetrics, count: int) -> None:
         """See that all workers agree, by the last `count` sums of control flags, and take these out of the tally."""
-        if count and self.model_watch is not None:
+        if count:
             reported, tally.control_flags = tally.control_flags[-count:], tally.control_flags[:-count]
             if (sums := self.model_watch.read(reported)) is not None:
                 self.model_watch.check(sums)
-        self._take_in_unfrozen()
-
-    def _take_in_unfrozen(self) -> None:
-        """Sum the gradients of parameters that are trained from this step on, by all workers alike."""
-        assert self.model_watch is not None, "place() comes before"
-        if found := self.model_watch.unfrozen():
-            self.model_watch.known()
-            self.unfrozen += [name for name, _ in found]
+        if found := self.model_watch.unfrozen():  # by all workers alike: their gradients are summed from this step on
+            self.model_watch.known(found)
             self.more.append(self._buckets_of([parameter for _, parameter in found]))
             self.more[-1].arm()
             self.more[-1].finish()
@@ -266,29 +253,14 @@ class DataParallel(UncutModel):
         """
         if self.more and self.buckets is not None and self.buckets.compressor is None:
             self._make_buckets()
-        elif len(self.more) > 1 and self.model_watch is not None:
+        elif len(self.more) > 1:
             late = {parameter for buckets in self.more for parameter in buckets.parameters}
             self.more = [self._buckets_of([each for _, each in self.model_watch.trained() if each in late])]
 
     def _unfreeze(self, names: Sequence[str]) -> None:
         """Train the parameters of these names, too, as the other workers do, or as the run did before."""
-        assert self.model_watch is not None, "place() comes before"
         if found := self.model_watch.unfreeze(names):
-            self.unfrozen = list(names)
             self.more.append(self._buckets_of(found))
-
-    def _tell(self, choice: Choice) -> None:
-        self.world.notes.append(choice.why())
-        network = choice.network
-        self.world.news.append(
-            partial(
-                CompressionChosen,
-                compression=choice.name,
-                why=choice.why(),
-                bandwidth=network.bandwidth,
-                latency=network.latency_s,
-            )
-        )
 
     def settle_on(self, name: str) -> None:
         """Send gradients by the compression of this name from the next step on: what `auto` means, say. All workers
@@ -311,15 +283,14 @@ class DataParallel(UncutModel):
 
     def state_dict(self) -> dict[str, Any]:
         """What compression has kept back, and what `auto` has chosen; nothing where there is no compression."""
-        unfrozen = {"unfrozen": self.unfrozen} if self.unfrozen else {}
+        unfrozen = {"unfrozen": self.model_watch.thawed} if self.model_watch.thawed else {}
         if self.buckets is None or self.stopwatch is not None:
             return {**unfrozen}
         if self.buckets.compressor is None:
             chosen = {"chosen": self.config.compression} if self.config.compression != self.asked else {}
             return {**unfrozen, **chosen}
         kept = self.buckets.compressor.state_dict()
-        name = self.config.compression if isinstance(self.config.compression, str) else ""
-        return {"steps": self.steps, "chosen": name, **unfrozen, **kept}
+        return {"steps": self.steps, "chosen": self._chosen(), **unfrozen, **kept}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what every former worker kept back, shared out over those of now."""
@@ -331,10 +302,3 @@ class DataParallel(UncutModel):
             return
         self.steps = max((state.get("steps", 0) for state in states), default=0)
         self.buckets.compressor.load_state_dict(states)
-
-
-def _factor(scale: Scale, device: torch.device) -> Tensor | None:
-    """What `scale` multiplies a loss by; None for 1."""
-    one = torch.ones((), device=device)
-    scaled = scale(one)
-    return None if scaled is one else scaled.detach()

@@ -11,7 +11,7 @@ Source: Douillard et al. 2023, "DiLoCo", arXiv:2311.08105; Douillard et al. 2025
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from manyhosts.communication.comm_queue import CommQueue, QueuedExchange
 from manyhosts.communication.compression.exchange import Chunk, Compression
 from manyhosts.communication.compression.table import make_compression
-from manyhosts.communication.layout import as_real, real_numbers
+from manyhosts.communication.holding import Holding
+from manyhosts.communication.layout import as_real, put_flat
 from manyhosts.communication.link import Link
 from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.strategies import DDP
 from manyhosts.strategies.local_stepping import LocalStepping
+from manyhosts.strategies.local_updates import is_cut
+from manyhosts.strategies.strategy import Steppable
 from manyhosts.strategies.traits import Traits
 
 
@@ -37,14 +40,16 @@ class Fragment:
     parameters: list[nn.Parameter]
     number: int
     """From 0: they take turns in this order."""
-    shared: Tensor
-    """Shape (elements,): the parameters after the last outer step, equal on all workers."""
-    momentum: Tensor
-    residual: Tensor
+    compression: Compression
+    holding: Holding
+    shared: Tensor = field(init=False)
+    """Shape (elements,): what this worker holds of the parameters after the last outer step, alike on all who do."""
+    momentum: Tensor = field(init=False)
+    residual: Tensor = field(init=False)
     """What the compression has dropped of this worker's outer gradients."""
-    next_residual: Tensor
+    next_residual: Tensor = field(init=False)
     """What `residual` becomes when that which travels is taken."""
-    moved: Tensor
+    moved: Tensor = field(init=False)
     """The outer gradient that travels; its sum, once the exchange is over."""
     queued: QueuedExchange | None = None
     arrives: int = -1
@@ -58,16 +63,19 @@ class Fragment:
     again: bool = False
     """Whether the workers changed while it travelled, so that it is yet to be sent."""
 
-    def now(self) -> Tensor:
-        """This worker's own parameters, one after the other."""
-        return torch.cat([as_real(parameter.detach()).reshape(-1) for parameter in self.parameters])
+    def __post_init__(self) -> None:
+        self.shared = self.now()
+        self.momentum, self.residual = torch.zeros_like(self.shared), torch.zeros_like(self.shared)
+        self.next_residual, self.moved = torch.zeros_like(self.shared), torch.zeros_like(self.shared)
 
-    @torch.no_grad()
-    def put(self, flat: Tensor) -> None:
-        """Set this worker's own parameters."""
-        parts = flat.split([real_numbers(parameter) for parameter in self.parameters])
-        for own, part in zip(map(as_real, self.parameters), parts, strict=True):
-            own.copy_(part.view_as(own))
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What this worker holds of its own parameters."""
+        return [as_real(self.holding.local(parameter).detach()) for parameter in self.parameters]
+
+    def now(self) -> Tensor:
+        """The same, one after the other."""
+        return torch.cat([each.reshape(-1) for each in self.tensors])
 
 
 class OuterSteps(LocalStepping):
@@ -78,7 +86,8 @@ class OuterSteps(LocalStepping):
 
     def __init__(self, config: DiLoCo, world: World) -> None:
         super().__init__(config, world)
-        self.comm_queue = CommQueue(world, by_node=config.inside_node == "exact")
+        among = None if self.traits.holds_full_model else lambda: [*self.mesh.groups("replicate")]
+        self.comm_queue = CommQueue(world, by_node=config.inside_node == "exact", among=among)
         outer = DDP(compression=config.outer_compression, inside_node=config.inside_node)
         self.compression: Compression = make_compression(outer) or _as_it_is
         self.fragments: list[Fragment] = []
@@ -86,15 +95,23 @@ class OuterSteps(LocalStepping):
         """The step after which the round under way began."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move `model` to this worker's device, make it equal to the leader's, and cut it into fragments."""
+        """Move `model` to this worker's device, make it equal to rank 0's, and cut it into fragments."""
         placed = super().place(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        count = min(self.config.fragments, len(trained))
-        for number, parameters in enumerate(even_parts(trained, count)):
-            flat = torch.cat([as_real(parameter.detach()).reshape(-1) for parameter in parameters])
-            momentum, residual, next_residual, moved = (torch.zeros_like(flat) for _ in range(4))
-            self.fragments.append(Fragment(parameters, number, flat, momentum, residual, next_residual, moved))
+        trained = [parameter for parameter in placed.parameters() if parameter.requires_grad]
+        cut = [each for each in trained if self.traits.holds_full_model or is_cut(each, self.holding)]
+        full = [each for each in trained if not any(each is one for one in cut)]
+        count = min(self.config.fragments, len(cut))
+        found = enumerate(even_parts(cut, count))
+        self.fragments = [Fragment(each, number, self.compression, self.holding) for number, each in found]
+        if full:  # what all workers of a copy hold must stay alike there: it travels as it is, and not with parts
+            self.fragments.append(Fragment(full, max(0, count - 1), _as_it_is, self.holding))
         return placed
+
+    def update(self, model: nn.Module, optimizer: Steppable) -> None:
+        """Step alone; the first step away from the weights that the run begins with, which came after `place`."""
+        for fragment in self.fragments if self.steps == 0 else ():
+            fragment.shared = fragment.now()
+        super().update(model, optimizer)
 
     def exchange(self, model: nn.Module) -> None:
         """Take what has arrived, and send the fragment whose turn it is."""
@@ -103,7 +120,8 @@ class OuterSteps(LocalStepping):
                 self._take(fragment)
         self.comm_queue.ready()
         if self.steps <= self.config.sync_warmup:
-            self._warm_up()
+            self.end_exact_step()
+            self._begin()
             return
         for fragment in self.fragments:
             if fragment.again or self.steps - self.began == self._turn(fragment):
@@ -114,22 +132,21 @@ class OuterSteps(LocalStepping):
             self.began = self.steps
             self.rounds.next()
 
-    def _warm_up(self) -> None:
+    def _begin(self) -> None:
         """The first round begins from where all are."""
-        self.end_exact_step()
         for fragment in self.fragments:
-            fragment.shared = fragment.now()
-            fragment.reached = self.steps
+            fragment.shared, fragment.reached = fragment.now(), self.steps
+            fragment.momentum.zero_()
         self.began = self.steps
 
     def _turn(self, fragment: Fragment) -> int:
         """After which step of the round under way it is sent; the last one after its last step."""
-        return self.rounds.length * (fragment.number + 1) // len(self.fragments)
+        return self.rounds.length * (fragment.number + 1) // (self.fragments[-1].number + 1)
 
     @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
         # Shares of the samples are all but equal over a round, and a fragment's round is no other's: all count alike.
-        fragment.moved = (fragment.shared - fragment.now()).div_(self.world.size)
+        fragment.moved = (fragment.shared - fragment.now()).div_(self.copies.size)
         fragment.queued = self.comm_queue.submit(partial(self._exchange, fragment))
         fragment.arrives = self.steps + self.config.overlap_steps
         fragment.sent, fragment.again = self.steps, False
@@ -138,8 +155,8 @@ class OuterSteps(LocalStepping):
         """The way of an outer gradient, in a communication queue."""
         full = fragment.moved + fragment.residual
         fragment.moved.copy_(full)
-        chunk = Chunk(fragment.moved, [as_real(each).shape for each in fragment.parameters], [fragment.number])
-        sent = self.compression(chunk, link)
+        chunk = Chunk(fragment.moved, [each.shape for each in fragment.tensors], [fragment.number])
+        sent = fragment.compression(chunk, link)
         fragment.next_residual.copy_(torch.zeros_like(full) if sent is None else full - sent)
 
     @torch.no_grad()
@@ -158,7 +175,7 @@ class OuterSteps(LocalStepping):
     def _mix(self, fragment: Fragment) -> None:
         """Bring this worker's own parameters nearer to the shared ones, which have just moved."""
         own = self.config.mixing if self.config.overlap_steps else 0.0
-        fragment.put(fragment.shared if own == 0 else torch.lerp(fragment.shared, fragment.now(), own))
+        put_flat(fragment.shared if own == 0 else torch.lerp(fragment.shared, fragment.now(), own), fragment.tensors)
 
     def _arrive(self, fragment: Fragment) -> None:
         if fragment.queued is not None:
@@ -173,7 +190,7 @@ class OuterSteps(LocalStepping):
         self.comm_queue.abandon()
 
     def shared_state(self) -> dict[str, Any]:
-        """Where the run and its rounds stand; the fragments follow when all meet."""
+        """The position of the run and of its rounds; the fragments follow at the next synchronisation."""
         return {**super().shared_state(), "began": self.began}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
@@ -182,26 +199,23 @@ class OuterSteps(LocalStepping):
         self.began = state["began"]
 
     @torch.no_grad()
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Let all continue from the mean of the models, and from the outer optimizer of those that have come farthest.
 
         What the survivors have moved by since a fragment was sent is in that mean, and sent when its turn comes. A
         fragment that was on its way is sent again.
         """
         oldest = min(fragment.reached for fragment in self.fragments)
-        anybody_trained = self._meet_fragments(new=new or self.is_new)
-        lost = self.meet_models(source, new=new)
+        anybody_trained = self._resync_fragments(new=new or self.is_new)
+        lost = self.resync_models(source, new=new)
         place = torch.tensor([self.began, self.rounds.length], device=self.world.device)
         self.began, self.rounds.length = (int(number) for number in self.world.broadcast(place, source).tolist())
         if self.steps <= self.config.sync_warmup or not anybody_trained:
-            for fragment in self.fragments:
-                fragment.shared, fragment.reached = fragment.now(), self.steps
-                fragment.momentum.zero_()
-            self.began = self.steps
+            self._begin()
             return lost.reported()
         return f"what {lost.who} learned alone in up to {self.steps - oldest} steps" if lost.who else ""
 
-    def _meet_fragments(self, *, new: bool) -> bool:
+    def _resync_fragments(self, *, new: bool) -> bool:
         """Give every worker what is shared of each fragment, by one that has taken the most outer steps.
 
         Returns whether there is one that has trained.
@@ -225,7 +239,7 @@ class OuterSteps(LocalStepping):
 
     @property
     def counts_alike(self) -> bool:
-        """Behind the warm-up all count alike, as in an outer gradient."""
+        """After the warm-up all count alike, as in an outer gradient."""
         return self.steps > self.config.sync_warmup
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,9 +271,11 @@ class OuterSteps(LocalStepping):
         for fragment in self.fragments:
             fragment.residual.zero_()
             fragment.sent = fragment.reached = self.began
-        rank, size = self.world.rank, self.world.size
-        formers = range(rank, len(states), size)  # whose place this worker takes; with as many as before its own
-        for former in formers or [rank % len(states)]:
+        rank, size = self.copies.rank, self.copies.size
+        parts = self.world.size // size
+        alike = range(self.world.rank % parts, len(states), parts)  # those that had this part, of the copies then
+        formers = alike[rank::size]  # whose place this worker takes; with as many as before its own
+        for former in formers or [alike[rank % len(alike)]]:
             self._take_up(states[former]["fragments"], residual=bool(formers))
         for fragment in self.fragments:
             fragment.next_residual.copy_(fragment.residual)
@@ -278,8 +294,7 @@ def even_parts(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.P
     """`parameters` in `count` runs of about equal size, none of them empty."""
     total = sum(parameter.numel() for parameter in parameters)
     parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
-    before = 0
-    number = 0
+    before = number = 0
     for place, parameter in enumerate(parameters):
         full = before >= total * (number + 1) / count
         needed = len(parameters) - place <= count - 1 - number

@@ -63,7 +63,8 @@ def multiplied(optimizer: optim.Optimizer, by: float, *, decay: bool = True) -> 
     before = [(group["lr"], group.get("weight_decay")) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * by
-        if not decay and _decoupled(optimizer, group):
+        # AdamW, and what says so, decays by the rate times `weight_decay`, and not by way of the gradient.
+        if not decay and (isinstance(optimizer, optim.AdamW) or group.get("decoupled_weight_decay")):
             group["weight_decay"] = group["weight_decay"] / by
     try:
         yield
@@ -72,8 +73,3 @@ def multiplied(optimizer: optim.Optimizer, by: float, *, decay: bool = True) -> 
             group["lr"] = lr
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay
-
-
-def _decoupled(optimizer: optim.Optimizer, group: dict[str, object]) -> bool:
-    """Whether weights decay by the rate times `weight_decay`, apart from the gradient."""
-    return isinstance(optimizer, optim.AdamW) or bool(group.get("decoupled_weight_decay"))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.layout import spread
 from manyhosts.communication.nodes import Levels
 from manyhosts.communication.world import World
 from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.strategies import local_rate
-from manyhosts.strategies.local_updates import LocalGradient, LocalState, local_tensors, weighted_mean
+from manyhosts.strategies.local_updates import LocalGradient, local_tensors, own_state, take_own_state, weighted_mean
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import UncutModel
@@ -55,9 +57,8 @@ class Lost:
         """In words; empty where nothing is."""
         if not self.who:
             return ""
-        if self.steps < 0:  # none is left that would know
-            return f"what {self.who} learned alone since the last mean"
-        return f"what {self.who} learned alone from {self.batches:.3g} batches in {self.steps} steps"
+        from_what = f"from {self.batches:.3g} batches in {self.steps} steps"
+        return f"what {self.who} learned alone {from_what if self.steps >= 0 else 'since the last mean'}"
 
 
 def parts_of_mean(local_progress: Sequence[LocalProgress], *, alike: bool = False) -> list[float]:
@@ -110,27 +111,27 @@ def optimizers_from(local_progress: Sequence[LocalProgress], levels: Levels | No
 class LocalStepping(UncutModel):
     """All of such a strategy but the exchange, which each adds."""
 
+    has_own = True
+
     def __init__(self, config: LocalSGD | DiLoCo, world: World) -> None:
         super().__init__(world)
         self.config = config
-        self.alone, self.own = LocalGradient(world, by_node=config.inside_node == "exact"), LocalState(world)
+        self.alone = LocalGradient(world, by_node=config.inside_node == "exact")
         self.rounds = Rounds(config)
         self.model: nn.Module | None = None
         self.steps = 0
         """Of the run."""
         self.squares_of = 0
         """How many stepped alone when the optimizer last took the mean of squared gradients; 0 before it has."""
-        self.givers: Sequence[int] = ()
         self.lost = Lost()
-        """What a meeting that broke off has found to be lost."""
+        """What a resync that broke off has found to be lost."""
         self.is_new = self.in_doubt = False
-        """Since a meeting began, until the next step: whether this worker had not trained before it, and whether its
-        optimizer may be another than those of its node. A meeting may break off, and begin again among others."""
+        """Since a resync began, until the next step: whether this worker had not trained before it, and whether its
+        optimizer may be another than those of its node. It may break off, and begin again among others."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move `model` to this worker's device and make it equal to the leader's."""
-        self.model = model.to(self.world.device)
-        spread([*model.parameters(), *model.buffers()], self.world)
+        """Move `model` to this worker's device and make it equal to rank 0's."""
+        self.model = super().place(model)
         self.alone.place(self.model, exact=self.is_exact)
         return self.model
 
@@ -138,14 +139,6 @@ class LocalStepping(UncutModel):
     def is_exact(self) -> bool:
         """Whether the next step is one of the exact beginning, in which all step together."""
         return self.steps < self.config.sync_warmup
-
-    def _regroup(self) -> None:
-        """Step together with those that belong to the next step. Called by all workers, which are those they were."""
-        self.alone.regroup(self.alone.levels(exact=self.is_exact), 0)
-
-    def hold(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know this worker's optimizer."""
-        self.own.optimizer = optimizer
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
@@ -161,23 +154,55 @@ class LocalStepping(UncutModel):
             local_rate.expect_noise(optimizer, count / self.squares_of)
         self.squares_of = count
         with local_rate.multiplied(optimizer, local_rate.factor(rule, optimizer, count), decay=False):
-            optimizer.step()
+            self.step(optimizer)
         self.is_new = self.in_doubt = False  # by the last word of this step all have met
         self.steps += 1
         self.rounds.saw(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change this worker's parameters by one step."""
+        optimizer.step()
 
     def end_exact_step(self) -> None:
         """A step of the exact beginning is over, and a round begins with the next. Called by all workers."""
         self.alone.met()
         self.rounds.next()
         if not self.is_exact:
-            self._regroup()
+            self.alone.regroup(self.alone.levels(exact=False), 0)
 
     def average(self, model: nn.Module) -> None:
         """Replace the model of every worker by the mean over all of them. In an exact beginning all are equal."""
-        if self.alone.together is not self.world:
-            weight = 1 / self.world.size if self.counts_alike else self.alone.weight
-            weighted_mean(local_tensors(model), weight, self.world)
+        if self.alone.together is self.world:
+            return
+        weight = 1 / self.world.size if self.counts_alike else self.alone.weight
+        weighted_mean(local_tensors(model, self.holding, cut=False), weight, self.world)
+        if cut := local_tensors(model, self.holding, cut=True):
+            of_part = weight * (self.world.size // self.copies.size)  # as many hold another part of this copy
+            weighted_mean(cut, of_part, self.world, self.copies)
+
+    @contextmanager
+    def averaged(self, model: nn.Module) -> Iterator[bool]:
+        """The mean within, and then each worker's own again."""
+        own = [tensor.clone() for tensor in local_tensors(model, self.holding)]
+        self.average(model)
+        try:
+            yield True
+        finally:
+            torch._foreach_copy_(local_tensors(model, self.holding), own)
+
+    def compared(self, model: nn.Module) -> dict[str, Tensor]:
+        """All but integers: each worker counts its own batches, and no mean is taken of them."""
+        compared = super().compared(model)
+        return {name: each for name, each in compared.items() if each.is_floating_point() or each.is_complex()}
+
+    def own_statistics(self, model: nn.Module) -> list[Tensor]:
+        """None: they are averaged with the model."""
+        return []
+
+    @property
+    def copies(self) -> Collectives:
+        """Those that hold of other copies what this worker holds of its own."""
+        return self.mesh.along("replicate")
 
     def about_rate(self, optimizer: Steppable) -> str:
         """What this does to the learning rate, in a sentence for the user; empty where it does nothing."""
@@ -197,15 +222,12 @@ class LocalStepping(UncutModel):
         """Whether this worker's gradient of the step under way is here."""
         return self.alone.complete
 
-    def let_go(self) -> None:
-        """Nothing is under way between two steps."""
-
     def step_back(self) -> None:
         """Count the samples of the step under way as not seen."""
         self.alone.step_back()
 
     def shared_state(self) -> dict[str, Any]:
-        """Where the run and its rounds stand."""
+        """The position of the run and of its rounds."""
         return {"steps": self.steps, "squares_of": self.squares_of, **self.rounds.shared_state()}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
@@ -213,16 +235,13 @@ class LocalStepping(UncutModel):
         self.steps, self.squares_of = state["steps"], state["squares_of"]
         self.rounds.take_shared(state)
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Let all continue from the mean of the models of those that trained, weighted by the samples each has seen.
+    def resync_models(self, source: int, *, new: bool) -> Lost:
+        """Have one model on all workers, and find who steps alone from now on. Returns what is lost.
 
-        Where one of them has the mean that was due already, with the part of a lost worker in it, all take that.
+        It is the mean of the models of those that trained, weighted by the samples each has seen. Where one of them has
+        the mean that was due already, with the part of a lost worker in it, all take that.
         """
-        return self.meet_models(source, new=new).reported()
-
-    def meet_models(self, source: int, *, new: bool) -> Lost:
-        """Have one model on all workers, and find who steps alone from now on. Returns what is lost."""
-        assert self.model is not None, "place() comes before meet()"
+        assert self.model is not None, "place() comes before resync()"
         alone, world = self.alone, self.world
         self.is_new = self.is_new or new
         row = [-1 if self.is_new else alone.steps, float(alone.share), alone.number, self.in_doubt]
@@ -235,10 +254,12 @@ class LocalStepping(UncutModel):
         if not have_met:
             self.lost = what_is_lost(local_progress, alone.node_of)
         if have_met or not any(each.trained for each in local_progress):
-            spread(local_tensors(self.model), world, have_met[0] if have_met else source)
+            spread(local_tensors(self.model, self.holding), world, have_met[0] if have_met else source)
         else:
             weighted_mean(
-                local_tensors(self.model), parts_of_mean(local_progress, alike=self.counts_alike)[world.rank], world
+                local_tensors(self.model, self.holding),
+                parts_of_mean(local_progress, alike=self.counts_alike)[world.rank],
+                world,
             )
         alone.met()
         levels = alone.levels(exact=self.is_exact)
@@ -260,7 +281,7 @@ class LocalStepping(UncutModel):
             "squares_of": self.squares_of,
             **self.rounds.state_dict(),
             **self.alone.state_dict(),
-            **self.own.state_dict(self.model),
+            **own_state(self.model, self.optimizer, self.holding),
         }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -271,10 +292,11 @@ class LocalStepping(UncutModel):
         began_exact = self.is_exact
         self.steps, self.squares_of = states[0]["steps"], states[0].get("squares_of", 0)
         if began_exact and not self.is_exact:
-            self._regroup()
+            self.alone.regroup(self.alone.levels(exact=False), 0)
         self.rounds.load_state_dict(states[0])
         self.alone.load_state_dict(states)
-        self.own.load_state_dict(self.model, states, same=self.alone.same(states))
+        if self.alone.same(states):  # else all continue from the mean in the snapshot
+            take_own_state(states[self.world.rank], self.model, self.optimizer, self.holding)
 
 
 class Rounds:
@@ -282,8 +304,8 @@ class Rounds:
 
     The quadratic rule: where the learning rate has fallen to a share s of its highest value, a round has 1/s² times as
     many steps as at first. A worker that steps alone for H steps at rate r wanders about as far from the others as the
-    square root of H, times r: so the models stay as near to each other as they were, and the workers meet ever more
-    rarely.
+    square root of H, times r: so the models stay as near to each other as they were, and the workers synchronise ever
+    more rarely.
 
     Source: Gu, Lyu, Arora, Zhang and Huang 2023, "A Quadratic Synchronization Rule for Distributed Deep Learning",
     arXiv:2310.14423: `H = max(H_base, (c / rate)²)`, with c such that a round has `sync_every` steps at the highest
@@ -297,9 +319,9 @@ class Rounds:
         self.rate = self.highest = 0.0
         """The learning rate of the last step, and the highest one so far; of the first parameter group."""
 
-    def saw(self, optimizer: Steppable) -> None:
+    def saw(self, optimizer: torch.optim.Optimizer) -> None:
         """A step was taken by `optimizer`."""
-        self.rate = rate_of(optimizer)
+        self.rate = float(optimizer.param_groups[0]["lr"])
         self.highest = max(self.highest, self.rate)
 
     def next(self) -> None:
@@ -330,15 +352,8 @@ def steps_at(config: LocalSGD | DiLoCo, rate: float, highest: float) -> int:
     most = config.sync_every * 16 if config.sync_at_most is None else config.sync_at_most
     if config.sync_rule == "fixed" or rate >= highest:
         return config.sync_every
-    if rate <= 0 or config.sync_every * (highest / rate) ** 2 >= most:
-        return most
-    return int(config.sync_every * (highest / rate) ** 2)
-
-
-def rate_of(optimizer: Steppable) -> float:
-    """The learning rate of its first group."""
-    assert isinstance(optimizer, torch.optim.Optimizer), f"local steps have no loss scaler, got {type(optimizer)}"
-    return float(optimizer.param_groups[0]["lr"])
+    wanted = config.sync_every * (highest / rate) ** 2 if rate > 0 else most
+    return int(min(wanted, most))
 
 
 class LocalSteps(LocalStepping):
@@ -363,8 +378,8 @@ class LocalSteps(LocalStepping):
             self.alone.met()
             self.rounds.next()
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Let all continue from the mean of those that trained, as if that had been due; a round begins with it."""
-        lost = super().meet(source, new=new, gone=gone)
+        lost = self.resync_models(source, new=new)
         self.rounds.next()
-        return lost
+        return lost.reported()

@@ -61,16 +61,15 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
         ConfigError: a module has no such method, or it leaves a tensor without values.
     """
     seed = torch.initial_seed() & (1 << 62) - 1
-    made: dict[int, Tensor] = {}
+    made: dict[Tensor, Tensor] = {}
     new: set[int] = set()
     waiting: list[tuple[nn.Module, int, Callable[[nn.Module], None]]] = []
     checked: list[_Written] = []
-    kept: list[Tensor] = []  # an id is another tensor's once this one is gone
     for module in modules:
         own = [
-            (held, key, tensor)
-            for held in (cast(dict[str, Tensor | None], module._parameters), module._buffers)
-            for key, tensor in held.items()
+            (table, key, tensor)
+            for table in (cast(dict[str, Tensor | None], module._parameters), module._buffers)
+            for key, tensor in table.items()
             if tensor is not None and tensor.is_meta
         ]
         number, name, init = places[id(module)]
@@ -78,13 +77,12 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
             waiting.append((module, number, init))  # it may write into what is further inside, too
         if not own:
             continue
-        for held, key, tensor in own:
-            kept.append(tensor)
-            if id(tensor) not in made:
-                made[id(tensor)] = _without_values(tensor, f"{name}.{key}")
-            held[key] = made[id(tensor)]
-            new.add(id(held[key]))
-        checked += [(held, key, f"{name}.{key}", type(module).__name__, init) for held, key, _ in own]
+        for table, key, tensor in own:
+            if tensor not in made:
+                made[tensor] = _without_values(tensor, f"{name}.{key}")
+            table[key] = made[tensor]
+            new.add(id(table[key]))
+        checked += [(table, key, f"{name}.{key}", type(module).__name__, init) for table, key, _ in own]
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if init is None and reset is None:
             raise _refusal(f"{name}.{own[0][1]}", f"{type(module).__name__} has no reset_parameters()")
@@ -100,12 +98,12 @@ def materialise(modules: Iterable[nn.Module], places: Places) -> None:
 
 
 _Written = tuple[dict[str, Tensor | None], str, str, str, Callable[[nn.Module], None] | None]
-"""Where a tensor is held, its key there and name, the class of its module, and what has given it values."""
+"""The table that has a tensor, its key there and name, the class of its module, and what has given it values."""
 
 
 def _check_written(checked: Iterable[_Written]) -> None:
-    for held, key, name, kind, init_by in checked:
-        if _lacks_values(held[key]):
+    for table, key, name, kind, init_by in checked:
+        if _lacks_values(table[key]):
             by = f"reset_parameters() of {kind}" if init_by is None else "_init_weights() of the model"
             raise _refusal(name, f"{by} does not write it")
 
@@ -124,9 +122,8 @@ def _without_values(tensor: Tensor, name: str) -> Tensor:
 def _lacks_values(tensor: Tensor | None) -> bool:
     if tensor is None:
         return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return bool((tensor.isnan() if has_nan else tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 def _refusal(name: str, why: str) -> ConfigError:

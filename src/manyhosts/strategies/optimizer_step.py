@@ -11,18 +11,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import optim
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from manyhosts.communication.dtensors import gathered
+from manyhosts.communication.layout import is_dtensor
 from manyhosts.communication.world import is_connection_error
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, first_line
 from manyhosts.strategies.strategy import Steppable
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NUMBER_BY_NUMBER = (
     optim.SGD,
@@ -61,7 +64,7 @@ def stepping(optimizer: Steppable) -> Iterator[None]:
         if is_connection_error(cause) or not any(word in str(cause) for word in _WORDS_OF_DTENSOR):
             raise
         raise _refusal(
-            f"{name} does in its step what PyTorch cannot do with tensors that lie in parts: {_first_line(cause)}"
+            f"{name} does in its step what PyTorch cannot do with tensors that lie in parts: {first_line(cause)}"
         ) from cause
 
 
@@ -69,10 +72,6 @@ def asks_within_update(optimizer: optim.Optimizer | None) -> str:
     """Why workers that hold parts may ask each other in an update; empty where it is known that they do not."""
     kind = type(optimizer)
     return "" if kind in _KNOWN_ALONE else f"{kind.__name__} may have workers ask each other in the midst of an update"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _refusal(what: str) -> ConfigError:
@@ -98,10 +97,13 @@ class _Whole(TorchDispatchMode):
     ) -> Any:
         """Do `func`."""
         named = kwargs or {}
-        cut = [each for each in tree_leaves((args, named)) if isinstance(each, DTensor)]
+        # Most need no look, which would take as long as what they do.
+        cut = list(filter(is_dtensor, tree_leaves((args, named)))) if self._copies or not _is_plain(func) else []
         if not cut:
             return func(*args, **named)
         if func is torch.ops.aten._local_scalar_dense.default:
+            from manyhosts.communication.dtensors import gathered  # loaded where there are some
+
             return gathered(cut[0]).item()
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _refusal(
@@ -116,12 +118,22 @@ class _Whole(TorchDispatchMode):
         given = func(*args, **named)
         if any(each.alias_info is not None for each in func._schema.returns):
             memory = {_memory(each) for each in cut if not self._is_copy(each)}
-            views = [each for each in tree_leaves(given) if isinstance(each, DTensor)]
+            views = list(filter(is_dtensor, tree_leaves(given)))
             self._copies += [weakref.ref(each) for each in views if _memory(each) not in memory]
         return given
 
     def _is_copy(self, tensor: Any) -> bool:
         return any(copy() is tensor for copy in self._copies)
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether it reads no number, draws none and gives no view: wrong only where it writes into a copy."""
+    return (
+        func is not torch.ops.aten._local_scalar_dense.default
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and all(each.alias_info is None or each.alias_info.is_write for each in func._schema.returns)
+    )
 
 
 def _memory(tensor: DTensor) -> int:
@@ -130,8 +142,8 @@ def _memory(tensor: DTensor) -> int:
 
 def _written(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
     """The tensors that `func` writes into."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(named[argument.name] if argument.name in named else args[place])
-    return tree_leaves(found)
+    arguments = enumerate(func._schema.arguments)
+    writes = [
+        (place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return tree_leaves([named[name] if name in named else args[place] for place, name in writes])

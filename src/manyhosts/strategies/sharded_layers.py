@@ -6,6 +6,8 @@ parts, as `fsdp` does, over the workers that have the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -31,11 +33,12 @@ class FullyShardedLayers(FullySharded):
             ConfigError: they compute on GPUs, or the mesh does not multiply to them.
         """
         super().__init__(config, world)
+        self.mesh.is_cut_twice = True
         self.layers = TensorParallel(config.layers, world, self.mesh)
         self._inner: list[str] = []
         self._kept: list[nn.Parameter] = []
 
-    def look(self, sample: Sample) -> None:
+    def look(self, sample: Callable[[], Sample | None]) -> None:
         """Know what the model is called with. Before `place`."""
         self.layers.look(sample)
 
@@ -59,5 +62,4 @@ class FullyShardedLayers(FullySharded):
     def sum_layers(self) -> None:
         """Sum the gradients of parts that each worker along `shard` keeps, and of what is used between parts."""
         sum_together(self.gradients(self._kept), self.mesh.data.all_reduce)
-        inner = [self._model.get_parameter(name) for name in self._inner]
-        sum_together(self.gradients(inner), self.layers.exchange.sum)
+        sum_together(self.gradients([*map(self._model.get_parameter, self._inner)]), self.layers.layer_exchange.sum)

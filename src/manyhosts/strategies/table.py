@@ -1,4 +1,4 @@
-"""Which code is behind the name of a strategy."""
+"""The module of each strategy, by its name."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ STRATEGIES: Table[Maker] = Table(
         "tensor": "manyhosts.strategies.tensor.strategy:TensorParallel",
         "fsdp+tensor": "manyhosts.strategies.sharded_layers:FullyShardedLayers",
         "diloco": "manyhosts.strategies.diloco:OuterSteps",
+        "fsdp+diloco": "manyhosts.strategies.local_parts:OuterStepsInParts",
+        "fsdp+local-sgd": "manyhosts.strategies.local_parts:MeanInParts",
         "parameter-server": "manyhosts.strategies.asynchronous.parameter_server:Servers",
         "pipedream": "manyhosts.strategies.asynchronous.pipedream:PipeDreamed",
         "hogwild": "manyhosts.strategies.asynchronous.hogwild:SharedMemory",

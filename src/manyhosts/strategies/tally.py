@@ -2,22 +2,22 @@
 
 They travel as one vector whose places are names that all workers know, `Agreed`: at the beginning `loss` alone. A
 worker whose own pieces have given other names raises a flag in that same vector, so that all learn it in the same step
-and without an exchange of its own. Then they tell each other names, sums and weights, and know them the next time.
+and without an exchange of its own. Then they send each other names, sums and weights, and know them the next time.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyhosts import device
 from manyhosts.communication.collectives import Work
-from manyhosts.communication.gathering import gather_words
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.tree import Node, Subtrees
 from manyhosts.communication.world import World
 from manyhosts.strategies.strategy import StepOutcome, Unsettled
@@ -26,8 +26,7 @@ from manyhosts.strategies.strategy import StepOutcome, Unsettled
 class Agreed:
     """The names that have a place in what the workers sum: the same ones on all workers at every step."""
 
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ("loss",)
+    names: tuple[str, ...] = ("loss",)
 
     def forget(self) -> None:
         """Know what everybody knows at the beginning: other workers are there now."""
@@ -58,30 +57,21 @@ class LocalSums:
 
     def fits(self, names: Sequence[str]) -> bool:
         """Whether every piece has given these names and no other."""
-        if not self.of:
-            return True
-        return self.pieces == dict.fromkeys(names, self.of)
+        return not self.of or self.pieces == dict.fromkeys(names, self.of)
 
     def in_places(self, names: Sequence[str], device: torch.device) -> list[Tensor]:
         """The sums of `names`, float64 of shape (1,) each; zero where there is none."""
-        zero = None if len(self.sums) >= len(names) and self.fits(names) else _zero(device)
-        return [self.sums[name].double().reshape(1) if name in self.sums else _given(zero) for name in names]
+        return [
+            self.sums[name].double().reshape(1)
+            if name in self.sums
+            else torch.zeros(1, dtype=torch.float64, device=device)
+            for name in names
+        ]
 
-    def reported(self) -> str:
-        """In words, for the others."""
-        rows = {
-            name: [value.item(), self.weights[name], self.pieces[name]] for name, value in sorted(self.sums.items())
-        }
-        return json.dumps([self.of, rows])
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.float64, device=device)
-
-
-def _given(zero: Tensor | None) -> Tensor:
-    assert zero is not None, "a worker that lacks a name has been given a zero for it"
-    return zero
+    def reported(self) -> list[Any]:
+        """The same in plain values, for the others."""
+        sums = sorted(self.sums.items())
+        return [self.of, {name: [value.item(), self.weights[name], self.pieces[name]] for name, value in sums}]
 
 
 def resolve_names(
@@ -92,10 +82,7 @@ def resolve_names(
     Sums run in the tree of the parts, so that no bit depends on who has computed which. `known` are the sums of the
     names that had a place: they count where every piece had the name. Every worker calls this.
     """
-    found = json.loads(
-        "[" + ",".join(gather_words(world, "[" + ",".join(part.reported() for part in parts) + "]")) + "]"
-    )
-    rows = [(of, values) for worker in found for of, values in worker]
+    rows = [row for worker in gather_plain(world, [part.reported() for part in parts]) for row in worker]
     names = sorted({name for _, values in rows for name in values}, key=lambda name: (name != "loss", name))
     pieces = sum(of for of, _ in rows)
     result, everywhere = {}, []
@@ -114,12 +101,11 @@ def resolve_names(
     return result
 
 
-def _in_tree(values: Iterable[float]) -> float:
-    numbers = list(values)
+def _in_tree(numbers: Sequence[float]) -> float:
     sums: Subtrees[float] = Subtrees(len(numbers), lambda left, right: left + right)
     for part, number in enumerate(numbers):
         sums.put(Node(0, part), number)
-    [(_, total)] = sums.held
+    [(_, total)] = sums.stack
     return total
 
 

@@ -36,9 +36,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Those in `value`, a nest of containers."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from tensors_in(each)

@@ -9,7 +9,6 @@ Anchors: EasyScale (Li et al. 2022, arXiv:2208.14228), VirtualFlow (Or, Zhang an
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.layout import spread
 from manyhosts.communication.model_watch import ModelWatch
-from manyhosts.communication.part_norm import PartStatistics, normalise_by_part
-from manyhosts.communication.tree_buckets import TreeBuckets
+from manyhosts.communication.part_norm import PartStatistics
+from manyhosts.communication.tree_buckets import TreeBuckets, unseen
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
 from manyhosts.data.order import bounds
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor, Digest
-from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
+from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import Agreed, LocalSums, outcome, resolve_names
 from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import UncutModel
@@ -37,7 +35,8 @@ from manyhosts.strategies.uncut_model import UncutModel
 class VirtualWorkers(UncutModel):
     """`parts` virtual workers, shared out over the real ones."""
 
-    traits = Traits(computes_fixed_parts=True)
+    traits = Traits()
+    statistics: PartStatistics
 
     def __init__(self, parts: int, world: World, *, bucket_mb: float, auditor: Auditor | None = None) -> None:
         """Check that every worker has a part. `auditor`: what compares parts that others compute again.
@@ -53,89 +52,72 @@ class VirtualWorkers(UncutModel):
             )
         super().__init__(world)
         self.parts, self.bucket_mb, self.auditor = parts, bucket_mb, auditor
-        self.exchange = Exchange(pace_on(world.device))
-        self.gradients: TreeBuckets | None = None
-        self.statistics = PartStatistics([])
-        self.news = News(world, self.exchange.pace)
+        self.tree_exchange = Exchange(pace_on(world.device))
+        self.gradients = self._buckets_of(())
+        self.statistics = PartStatistics(nn.Module())
+        self.news = News(world, self.tree_exchange.pace)
         self.digest: Digest | None = None
         """What sees the part that is computed now."""
-        self.model_watch: ModelWatch | None = None
-        self.unfrozen: list[str] = []
-        """The names of the parameters that are trained now and were not when the model was placed."""
+        self.model_watch = ModelWatch(nn.Module(), world)
+        """Of the model, once it is placed."""
         self.changed: list[str] = []
         """The buffers that forward passes have changed, until all workers know of them."""
         self.groups: list[TreeBuckets] = []
         """Those of each optimizer, where a step has several passes: `gradients` are one of them then, or none."""
-        self.agreed_of: defaultdict[int, Agreed] = defaultdict(Agreed)
-        """By the number of such a pass."""
-        self._held: Sequence[range] = ()
+        self._assignment: Sequence[range] = ()
 
-    def share_out(self, held: Sequence[range]) -> None:
+    def share_out(self, assignment: Sequence[range]) -> None:
         """From the next step on each worker computes these parts, by rank; empty: neighbouring ones, evenly."""
-        self._held = held
+        self._assignment = assignment
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move `model` to this worker's device, make it equal to the leader's, let BatchNorm see parts."""
-        model = model.to(self.world.device)
-        spread([*model.parameters(), *model.buffers()], self.world)
-        self.statistics = normalise_by_part(model)
+        """Move `model` to this worker's device, make it equal to rank 0's, let BatchNorm see parts."""
+        model = super().place(model)
+        self.statistics = PartStatistics(model)
         self.model_watch = ModelWatch(model, self.world)
         self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
         return model
 
     def make_group(self, parameters: Sequence[nn.Parameter]) -> TreeBuckets:
-        """See `strategy.SumsByGroup`."""
-        assert self.model_watch is not None, "place() comes before"
+        """See `Strategy`."""
         self.model_watch.frozen = []  # buckets of a group have all: none is met as new
         self.groups.append(self._buckets_of(parameters))
         return self.groups[-1]
 
     def use_group(self, group: TreeBuckets | None, call: int) -> None:
-        """See `strategy.SumsByGroup`."""
-        self.gradients, self.news.agreed = group, self.agreed_of[call]
+        """See `Strategy`."""
+        self.gradients, self.news.agreed = group or self._buckets_of(()), self.agreed_of[call]
 
     def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> TreeBuckets:
-        return TreeBuckets(parameters, self.world, self.exchange, bucket_bytes=int(self.bucket_mb * 1e6))
-
-    @property
-    def complete(self) -> bool:
-        """Never: a worker that is behind takes everything from one that is not."""
-        return False
-
-    def let_go(self) -> None:
-        """Nothing is under way between two steps."""
+        return TreeBuckets(parameters, self.world, self.tree_exchange, bucket_bytes=int(self.bucket_mb * 1e6))
 
     def step_back(self) -> None:
         """Forget what the forward passes of a step that broke off have left; the rest is made again in each step."""
         self.statistics.take()
         self.changed = []
-        if self.gradients is not None:
-            self._watch(None)
+        self._watch(None)
         for buckets in self.groups:
             buckets.rest()
 
     def shared_state(self) -> dict[str, Any]:
         """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
-        return {"unfrozen": self.unfrozen}
+        return {"unfrozen": self.model_watch.thawed}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Train what the others train."""
         self._unfreeze(state["unfrozen"])
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Nothing to agree on: every worker holds everything."""
         self.step_back()
         for agreed in (self.news.agreed, *self.agreed_of.values()):
             agreed.forget()
-        if self.model_watch is not None:
-            self.model_watch.all_is_new()
+        self.model_watch.all_is_new()
         return ""
 
     def _unfreeze(self, names: Sequence[str]) -> None:
         """Train the parameters of these names, too, as the other workers do, or as the run did before."""
-        assert self.model_watch is not None, "place() comes before"
         if self.model_watch.unfreeze(names):
-            self.unfrozen = list(names)
             self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
 
     def forward_backward(
@@ -143,21 +125,22 @@ class VirtualWorkers(UncutModel):
     ) -> StepOutcome:
         """Compute this worker's parts one after another, and sum them with those of the others in the tree."""
         gradients, model_watch = self.gradients, self.model_watch
-        assert gradients is not None, "place() comes before forward_backward()"
-        assert model_watch is not None, "place() comes before forward_backward()"
-        held = self._held or [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
-        own = held[self.world.rank]
-        self.exchange.forget()
+        assignment = self._assignment or [
+            range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)
+        ]
+        own = assignment[self.world.rank]
+        self.tree_exchange.forget()
         model_watch.watch.begin_step()  # what has changed between two steps was changed by what all share
-        unfrozen = [each for _, each in model_watch.unfrozen()]
-        late = self._buckets_of(unfrozen) if unfrozen else None
-        gradients.begin(held)
+        unfrozen = model_watch.unfrozen()
+        late = self._buckets_of([each for _, each in unfrozen]) if unfrozen else None
+        gradients.begin(assignment)
         if late is not None:
-            late.begin(held)
-        self.news.begin(held, [*control_flags, *([0.0] * self._reported())])
+            late.begin(assignment)
+        reported = [0.0] * 3 if model_watch.may_differ else []  # that many numbers: see `_close`
+        self.news.begin(assignment, [*control_flags, *reported])
         for part in own:
             last = part == own[-1]
-            self._watch(self._digest_of(part))
+            self._watch(None if self.auditor is None else self.auditor.digests.get(part))
             computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
             if not computed:
                 self._close(part, last=last)
@@ -171,7 +154,7 @@ class VirtualWorkers(UncutModel):
                 late.take(part, last=False)
         self.changed += model_watch.watch.changed_state()  # by a backward pass: sent in the next step
         self._watch(None)
-        self.exchange.finish()
+        self.tree_exchange.finish()
         if self.auditor is not None:
             self.auditor.compare(
                 model, lambda part, audited: self._again(model, part, audited or pieces, compute, scale)
@@ -181,24 +164,20 @@ class VirtualWorkers(UncutModel):
         self._check(found.control_flags[len(control_flags) :])
         found.control_flags = found.control_flags[: len(control_flags)]
         if late is not None:
-            self._take_in(late)
-        model_watch.leave_for_next_step()
+            self._take_in(late, unfrozen)
+        for _, parameter in model_watch.unfrozen():  # in the middle of this step: trained from the next one on
+            parameter.grad = None
         self.statistics.track(statistics)
         return found
 
-    def _digest_of(self, part: int) -> Digest | None:
-        return None if self.auditor is None else self.auditor.digests.get(part)
-
     def _watch(self, digest: Digest | None) -> None:
         """Have `digest`, if there is one, see what comes of the part that is computed now."""
-        assert self.gradients is not None, "place() comes before forward_backward()"
-        self.digest, self.gradients.on_handover = digest, None if digest is None else digest.add
+        self.digest, self.gradients.on_handover = digest, unseen if digest is None else digest.add
 
     def _again(self, model: nn.Module, part: int, pieces: Sequence[Piece], compute: Compute, scale: Scale) -> int:
         """The digest of `part`, computed during the step and without a trace in it."""
-        assert self.gradients is not None, "place() comes before forward_backward()"
         assert self.auditor is not None, "only where audits were asked for"
-        digest = self.auditor.digest()
+        digest = Digest(self.auditor.checksums)
         computed = [piece for piece in pieces if piece.address[1] == part and piece.weight]
         self._watch(digest)
         with randomness.undisturbed():
@@ -211,13 +190,8 @@ class VirtualWorkers(UncutModel):
         self._watch(None)
         return digest.value
 
-    def _reported(self) -> int:
-        """How many numbers each worker tells of buffers and of what is trained."""
-        return 3 if self.model_watch is not None and self.model_watch.may_differ else 0
-
     def _check(self, reported: Sequence[float] | Tensor) -> None:
         """Refuse, on all workers, a model whose forward pass changes what the next part would see."""
-        assert self.model_watch is not None, "place() comes before"
         if not len(reported) or (numbers := self.model_watch.read(reported)) is None:
             return
         changes, *sums = numbers
@@ -232,38 +206,31 @@ class VirtualWorkers(UncutModel):
         if self.world.size > 1:
             self.model_watch.check(sums)
 
-    def _take_in(self, late: TreeBuckets) -> None:
+    def _take_in(self, late: TreeBuckets, unfrozen: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Sum the gradients of parameters that are trained from this step on, by all workers alike."""
-        assert self.model_watch is not None, "place() comes before"
         late.send()
-        self.exchange.finish()
+        self.tree_exchange.finish()
         late.put()
-        known = set(late.parameters)
-        self.unfrozen += [name for name, each in self.model_watch.frozen if each in known]
-        self.model_watch.frozen = [(name, each) for name, each in self.model_watch.frozen if each not in known]
+        self.model_watch.known(unfrozen)
         self.gradients = self._buckets_of([each for _, each in self.model_watch.trained()])
 
     def _close(self, part: int, *, last: bool) -> None:
         """All forward passes of `part` are done. After the last one the backward pass hides the exchange."""
-        assert self.model_watch is not None, "place() comes before"
         self.changed += self.model_watch.watch.changed_state()
-        reported = [float(len(self.changed)), *self.model_watch.numbers()] if last and self._reported() else []
+        reported = (
+            [float(len(self.changed)), *self.model_watch.numbers()] if last and self.model_watch.may_differ else []
+        )
         statistics = self.statistics.take()
         if self.digest is not None:
             self.digest.add([*self.news.seen(), *statistics])
         self.news.close(part, statistics, reported)
         if last:
-            assert self.gradients is not None, "place() comes before forward_backward()"
-            self.exchange.send(self.news.total)
+            self.tree_exchange.send(self.news.total)
             self.gradients.arm(part)
-
-    def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """Step the optimizer; equal gradients keep the workers equal."""
-        optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
-        return {"unfrozen": self.unfrozen} if self.unfrozen else {}
+        return {"unfrozen": self.model_watch.thawed} if self.model_watch.thawed else {}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Train what was trained."""
@@ -273,7 +240,7 @@ class VirtualWorkers(UncutModel):
 class News:
     """The values of each part and the statistics its BatchNorm layers saw: float64, one vector, one sum.
 
-    Control flags travel in it, each worker's with its first part, and what it tells late with its last; their sum is
+    Control flags travel in it, each worker's with its first part, and what it sends late with its last; their sum is
     equal on all workers, but not for any number of them, so nothing that changes weights may depend on it.
     """
 
@@ -284,9 +251,9 @@ class News:
         self.parts: list[LocalSums] = []
         """What each part that this worker has computed gave, the one under way last."""
 
-    def begin(self, held: Sequence[range], control_flags: Sequence[float]) -> None:
+    def begin(self, assignment: Sequence[range], control_flags: Sequence[float]) -> None:
         """Forget the last step."""
-        self.held, self.control_flags = held, control_flags
+        self.assignment, self.control_flags = assignment, control_flags
         self.parts, self.own = [], LocalSums()
 
     def add(self, values: Mapping[str, Tensor], weight: float) -> Tensor:
@@ -308,7 +275,9 @@ class News:
         """`part` has seen all its samples. `told`: this worker's last control flags, where only these are known."""
         names, first = self.agreed.names, not self.parts
         if first:
-            self._open(len(names) + len(self.control_flags) + 1 + sum(len(row) for row in statistics))
+            length = len(names) + len(self.control_flags) + 1 + sum(len(row) for row in statistics)
+            self.total = self.total if length == self.total.length else self._sum_of(length)
+            self.total.begin(self.assignment)
         control_flags = self.control_flags if first else [0.0] * len(self.control_flags)
         numbers = [*control_flags[: len(control_flags) - len(reported)], *reported, float(not self.own.fits(names))]
         row = torch.cat(
@@ -326,12 +295,7 @@ class News:
         self.total.close(part, buffer, added=adding)
 
     def _sum_of(self, length: int) -> TreeSum:
-        return TreeSum(length, dtype=torch.float64, world=self.world, stretch_bytes=self.pace.stretch_bytes)
-
-    def _open(self, length: int) -> None:
-        if length != self.total.length:
-            self.total = self._sum_of(length)
-        self.total.begin(self.held)
+        return TreeSum(length, dtype=torch.float64, world=self.world, segment_bytes=self.pace.segment_bytes)
 
     def split(self) -> tuple[StepOutcome, Tensor]:
         """What was found of the values and the control flags, and the sum over all parts of the statistics."""

@@ -39,11 +39,11 @@ class Asked:
     vary: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Setting → the values that are tried, each with each of the others: see `variants`."""
     weak: int | None = None
-    """Samples a worker, with which each variant is tried once more: then the batch grows with the workers."""
+    """Samples a worker, with which each variant is tried again: then the batch grows with the workers."""
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """The settings that tell one variant from another."""
+        """The settings that distinguish one variant from another."""
         return (*self.vary, *(() if self.weak is None else (WEAK,)))
 
     @property

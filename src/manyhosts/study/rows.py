@@ -26,7 +26,7 @@ class Measured:
     launch_seconds: float | None
     """From the command to the start of training; a queue is in it."""
     neighbours: str = ""
-    """What other programs took of the cores of the leader's host; empty where that was little, or is not known."""
+    """What other programs took of the cores of rank 0's host; empty where that was little, or is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

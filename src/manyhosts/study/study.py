@@ -96,7 +96,7 @@ class Study:
 
 
 def title_of(varied: Sequence[tuple[str, str]]) -> str:
-    """What tells a variant from others: `strategy=ddp, compression=bf16`; empty where nothing is varied."""
+    """What distinguishes a variant from others: `strategy=ddp, compression=bf16`; empty where nothing is varied."""
     return ", ".join(f"{key}={value}" for key, value in varied)
 
 
@@ -237,7 +237,7 @@ def asked_in(folder: Path) -> Asked:
 
 
 def known(asked: Asked, folder: Path, price: float | None = None) -> Study:
-    """What the folder of a study tells at the moment."""
+    """What the folder of a study says at the moment."""
     rows = []
     for point in asked.points():
         place = Place(folder / POINTS, point.name)

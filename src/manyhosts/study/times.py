@@ -12,10 +12,10 @@ after it (the test) are not in it. Of a run that broke off and continued, the ti
                             best model, was written
     other                   what is left: the gaps between steps, and what a step calls other
 
-The times of steps are the leader's. Where the record has those of all workers (`workers` lines), a step is shared out
+The times of steps are rank 0's. Where the record has those of all workers (`workers` lines), a step is shared out
 as they say: of computing and of data what the middle worker took (the lower one of two), of snapshots what the one
-took that stood still longest. So what one worker takes more than the others is `straggler`, what all take more is not.
-Where there are no such lines (one worker, or the last steps before a run broke off) the leader's own parts count.
+took that was stalled longest. So what one worker takes more than the others is `straggler`, what all take more is not.
+Where there are no such lines (one worker, or the last steps before a run broke off) rank 0's own parts count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OWN = {
     "compute": "compute", "communication_exposed": "communication_exposed", "data_wait": "data_wait",
     "snapshot_stall": "snapshot",
 }  # fmt: skip
-"""The parts of a step as the leader has measured them, and the cause that each is counted to."""
+"""The parts of a step as rank 0 has measured them, and the cause that each is counted to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ class Clock:
     each: dict[str, list[float]] = field(default_factory=dict)
     """Of each worker: the steps that it reported, and the seconds of its own work in them."""
     own: array[float] = field(default_factory=lambda: array("d"))
-    """Of each step its number, its seconds but for `other`, and the leader's own parts of them."""
+    """Of each step its number, its seconds but for `other`, and rank 0's own parts of them."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
     """The number of a step, and the seconds after it in which nothing was evaluated."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
@@ -232,7 +232,7 @@ class Clock:
         self.steps += 1
 
     def share_out(self) -> None:
-        """The seconds of all steps by cause, but for `other`: as all workers reported them, else the leader's own."""
+        """The seconds of all steps by cause, but for `other`: as all workers reported them, else rank 0's own."""
         windows = sorted(self.windows, key=lambda window: window.upto)
         columns = [self.own[place :: 2 + len(_OWN)] for place in range(2 + len(_OWN))]
         for step, total, *parts in zip(*columns, strict=True):

@@ -20,7 +20,7 @@ _HARDLY = 0.02
 _BEST = 1.05
 _MORE_THAN_IDEAL = (
     "That is more than ideal: either something else slowed the smallest size (other programs on the machine?), or "
-    "a part of the work fits into memory or a cache that all of it does not fit into; --repeat 3 tells them apart."
+    "a part of the work fits into memory or a cache that all of it does not fit into; --repeat 3 shows which."
 )
 _SMALL_BYTES = 1e6
 """Of what is sent in a step: below, compression has next to nothing to save."""
@@ -117,7 +117,7 @@ def verdict_on(group: Sequence[Size], laws: Mapping[str, Fit], asked: Asked, pri
     cost = None if price is None else _cost(small, large, price)
     if cost is not None:
         sentences.append(_what_it_costs(cost, small, large))
-    sentences += _who_was_beside(group)
+    sentences += _other_programs(group)
     sentences += _what_is_short(group)
     launch = large.mean([row.measured.launch_seconds for row in large.rows if row.measured])
     if launch is not None:
@@ -210,7 +210,7 @@ def _what_limits(small: Size, large: Size, limit: str | None, change: str, witho
     )
 
 
-def _who_was_beside(group: Sequence[Size]) -> list[str]:
+def _other_programs(group: Sequence[Size]) -> list[str]:
     """A sentence where other programs took cores from some runs: they make sizes look unlike that are alike."""
     runs = [row for size in group for row in size.rows if row.measured is not None]
     disturbed = [row for row in runs if row.measured is not None and row.measured.neighbours]
@@ -226,13 +226,13 @@ def _who_was_beside(group: Sequence[Size]) -> list[str]:
 
 
 def _what_is_short(group: Sequence[Size]) -> list[str]:
-    """A sentence where runs have too few steps to tell what a longer one would come to; else nothing."""
+    """A sentence where runs have too few steps to show what a longer one would come to; else nothing."""
     steps = min(row.measured.summary.steps for size in group for row in size.rows if row.measured)
     if steps >= _FEW_STEPS:
         return []
     return [
         f"With {amount(steps, 'step')} a run is mostly what is spent once, at its start and its end: a longer --budget "
-        "tells more."
+        "shows more."
     ]
 
 
@@ -320,14 +320,14 @@ class Certainty:
     range: tuple[float, float] | None
     """The lowest and the highest ratio of a run of the largest size to one of the smallest."""
     repeat: int | None
-    """Runs of each size that would tell, if they differ as those so far; None where they tell already, or never."""
+    """Runs of each size that decide it, if they differ as those so far; None where they do already, or never."""
 
     def in_words(self, workers: int) -> str:
         """A sentence."""
         limit = f"{self.limit:.3g} times, from where {workers} workers are worth it"
         if self.probability is None or self.range is None:
             unknown = "How sure that is cannot be said from one run of each size"
-            return f"{unknown} (the limit is {limit}): --repeat 3 tells."
+            return f"{unknown} (the limit is {limit}): --repeat 3 shows it."
         low, high = (f"{each:.2f}" for each in self.range)
         if self.probability >= _SURE or self.probability <= 1 - _SURE:
             side = "above" if self.probability >= _SURE else "below"

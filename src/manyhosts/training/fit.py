@@ -24,8 +24,6 @@ from manyhosts.events import Listener, Note, Recovered
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
-from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import TellsTime
 from manyhosts.training.consistency.same_given import compare_descriptions, compare_length, optimizer_described
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import OfAllSets
@@ -35,10 +33,15 @@ from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.numbers import BadStep
 from manyhosts.training.loop.run_end import LastSnapshot, RunEnd
 from manyhosts.training.loop.source import IndexedSource
-from manyhosts.training.loop.training import StopSignals, Training
-from manyhosts.training.setup.run_place import tell_command
-from manyhosts.training.state import rewind
-from manyhosts.training.state.recovery import SharedTraining, layout_of, why_not_survive
+from manyhosts.training.loop.training import StopSignals, Training, reached
+from manyhosts.training.setup.run_place import add_command
+from manyhosts.training.state.recovery import (
+    SharedTraining,
+    keep_from_resuming,
+    rewind_from_bad_step,
+    rewind_from_doubt,
+    why_not_survive,
+)
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
@@ -65,9 +68,9 @@ class Fit:
         report: Callable[..., None],
         go_on_with: str = "",
     ) -> None:
-        """Nothing is opened, and no other worker met, before `fit`. `report` tells the head; see `cluster.reports`.
+        """Before `fit` nothing is opened or exchanged. `report` sends to the head; see `cluster.reports`.
 
-        `go_on_with`: the command that resumes this run, where no one else tells it.
+        `go_on_with`: the command that resumes this run, where no one else shows it.
         """
         self.go_on_with = go_on_with
         self.calls, self.provider, self.parts, self.world = calls, provider, provider.parts, provider.parts.world
@@ -94,7 +97,7 @@ class Fit:
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, whichever workers go and come, and record how it ended."""
-        bad, survives, layout = None, not why_not_survive(self.parts), layout_of(self.parts)
+        bad, survives, layout = None, not why_not_survive(self.parts), self.parts.strategy.layout()
         survives = survives and (layout is None or self.calls.trainers == 1)
         survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives, layout=layout)
         try:
@@ -134,8 +137,8 @@ class Fit:
         """Make what trains and, where others continue without a lost worker, what takes this one through that."""
         training, settings, run_log = self.training, self.settings, self.run_log
         balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
-        pace = StragglerMonitor(self.world, run_log.remembered, run_log.tell, balance) if self.world.is_shared else None
-        training.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.tell)
+        pace = StragglerMonitor(self.world, run_log.remembered, run_log.emit, balance) if self.world.is_shared else None
+        training.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.emit)
         training.survives = survives
         self.loop = Loop(training, pace)
         if survives:
@@ -145,7 +148,7 @@ class Fit:
     def enter(self) -> None:
         """Begin, whichever workers go and come meanwhile; or come to those that have begun."""
         recovery = self.recovery
-        if recovery is not None and self.world.apart:
+        if recovery is not None and self.world.is_joining:
             recovery.join()
             return
         try:
@@ -159,9 +162,9 @@ class Fit:
             recovery.go_on(error)  # perhaps where others have come to by then
 
     def begin(self) -> None:
-        """Open the run directory, take up its newest snapshot that fits, and tell where the run begins.
+        """Open the run directory, take up its newest snapshot that fits, and report where the run begins.
 
-        Every worker calls this; where it breaks off, once more.
+        Every worker calls this; where it breaks off, again.
 
         Raises:
             ConfigError, DataError: the directory is that of another script, or something has changed that must not.
@@ -171,7 +174,7 @@ class Fit:
         self.provider.refresh()
         if isinstance(source := self.parts.source, IndexedSource):
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
-        self._open_directory()  # no one looks into it before the leader has made it
+        self._open_directory()  # no one looks into it before rank 0 has made it
         found, self.loaded = self.snapshot_schedule.begin()
         training, validation = self.training, self.training.validation
         changed = (
@@ -180,7 +183,7 @@ class Fit:
         if self.loaded is None and self.recovery is not None and self.world.any(changed):
             raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
         self.state.become(found)
-        if self.parts.strategy.traits.synchronous:
+        with self.parts.strategy.averaged(self.parts.trained):
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
         compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
@@ -190,7 +193,10 @@ class Fit:
             self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
         self.loop.be_at_snapshot()
         training.start_clock()
-        self.run_log.open_records(self.state.step)
+        self.run_log.open_records(
+            self.state.step,
+            is_over=self.loaded is not None and bool(self.state.ended or reached(training.limit, training.now())),
+        )
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
         why_not = (
@@ -208,12 +214,12 @@ class Fit:
         if self.snapshot_schedule.store.leads_disk():
             try:
                 self.run_log.lock()
-                if self.world.is_leader:
+                if self.world.is_rank_0:
                     self.directory.open_for(self.script)
             except ConfigError as error:
                 refused = error
         gather_plain(self.world, None, refused)
-        if self.world.is_leader:
+        if self.world.is_rank_0:
             self.run_log.report("directory", path=str(self.directory.path))
 
     # Ways back into training.
@@ -224,23 +230,23 @@ class Fit:
         Where that may come, see that there always is one to go back to. Every worker calls this.
         """
         if bad is not None:
-            self.report_rewind(rewind.from_bad_step(bad, self.loop))
+            self.report_rewind(rewind_from_bad_step(bad, self.loop))
         if (trusted := self.training.trusted) is not None:
-            self.report_rewind(rewind.from_doubt(trusted, self.loop))
+            self.report_rewind(rewind_from_doubt(trusted, self.loop))
         may_go_back = self.settings.on_bad_step == "rewind" or self.settings.audit is not None
         if may_go_back and self.snapshot_schedule.saved_at < 0:
             self.loop.after_step.save()
 
     def report_rewind(self, news: Recovered | Note) -> None:
-        """Tell that the run has gone back, or why not; what came after is reported again."""
+        """Report that the run has gone back, or why not; what came after is reported again."""
         if isinstance(news, Recovered):
             self.run_log.recent.clear()
             self.run_log.resume_samples(self.state.step)
-        self.run_log.tell(news)
+        self.run_log.emit(news)
         self.run_log.flush()
 
     def recover(self, error: Exception | None) -> None:
-        """Meet those that are left, or wait to join; where no one continues, keep what this worker holds, and end.
+        """Continue with those left, or wait to join; where no one continues, keep what this worker has, and end.
 
         Raises:
             Exception: `error`, where no one continues.
@@ -266,7 +272,7 @@ class Fit:
             WrongBits: no one can continue, or no one knows who is wrong.
         """
         if self.recovery is None or not wrong.guilty:
-            rewind.keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
+            keep_from_resuming(self.snapshot_schedule, self.world, wrong.trusted)
             raise wrong
         self.training.trusted = wrong.trusted if wrong.trusted < self.state.step else None
         if self.world.rank not in wrong.guilty:  # they themselves say nothing, and wait to be ended
@@ -295,14 +301,13 @@ class Fit:
         self.run_end.save(self.loop)
         after_step.call_callbacks("end")
         self.snapshot_schedule.finish_copies(partial(self.run_log.report, "busy"))
-        if isinstance(self.parts.strategy, LocalUpdates):
-            self.parts.strategy.average(self.parts.trained)  # a run ends with one model
+        self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         compare_weights(self.parts, f"at the end, at step {state.step}")
         if (auditor := self.parts.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
-            self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
-        if isinstance(self.parts.strategy, TellsTime) and (text := self.parts.strategy.about_time()):
-            self.run_log.tell(Note(text=text, step=state.step, time=time.time()))
+            self.run_log.emit(Note(text=text, step=state.step, time=time.time()))
+        if text := self.parts.strategy.about_time():
+            self.run_log.emit(Note(text=text, step=state.step, time=time.time()))
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
         weights = self.run_end.record(status, reason, is_failure=False)
         if self.snapshot_schedule.second is not None:
@@ -334,18 +339,18 @@ class Fit:
 
     def _exit_by(self, number: int) -> NoReturn:
         """End this script as that signal has asked it to."""
-        if self.go_on_with and self.world.is_leader:
+        if self.go_on_with and self.world.is_rank_0:
             sys.stderr.write(f"manyhosts: resume with: {self.go_on_with}\n")
         raise SystemExit(128 + number)
 
     def take_end(self, outcome: dict[str, Any], *, replaces: bool) -> None:
         """The others have finished this training: be where it ended, where this worker was not there."""
-        if not self.world.apart and self.state.step == outcome["run"]["step"]:
+        if not self.world.is_joining and self.state.step == outcome["run"]["step"]:
             return
         self.state.become(RunState.from_dict(outcome["run"], {}))
         self.has_end = is_here = self.snapshot_schedule.take_end(self.state.step)
         if os.environ.get("RANK") == "0" and not (is_here and replaces):
-            # What a script has its leader do is done by another, or must not be done with a model that is untrained.
+            # What a script has its rank 0 do is done by another, or must not be done with a model that is untrained.
             os.environ["RANK"] = os.environ["LOCAL_WORLD_SIZE"]
 
     @contextmanager
@@ -357,8 +362,8 @@ class Fit:
             raise
         except BaseException as error:
             self.calls.fail()
-            if self.world.is_leader:
-                tell_command(error, self.go_on_with)
+            if self.world.is_rank_0:
+                add_command(error, self.go_on_with)
             raise
         finally:
             if self.training.profiling is not None:

@@ -12,6 +12,7 @@ from manyhosts.cluster.membership import Membership
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.elastic.session import CollectiveCalls
+from manyhosts.errors import ConfigError
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.training.telemetry.watching import Watcher
 
@@ -26,6 +27,8 @@ class ProcessSession:
         """What sees every step of its trainers that are made from now on."""
         self.in_place_of_fit: Callable[[Any], NoReturn] | None = None
         """Called with the `Trainer` by its `fit`, which goes no further: see `trained_script`."""
+        self.in_step = False
+        """Whether a step of a script's own loop is under way."""
         self._trainers = 0
         self._first_at: dict[str, int] = {}
         """Address for snapshots → the number of the trainer that had it first."""
@@ -52,6 +55,19 @@ class ProcessSession:
         finally:
             cls.current().close()
             cls._current = before
+
+    def refuse_in_step(self, call: str) -> None:
+        """See that what all workers do together, one call after another, is not called in the middle of one.
+
+        Raises:
+            ConfigError: it is.
+        """
+        if self.in_step:
+            raise ConfigError(
+                f"{call} is called inside of a step, which may be made again and can hold no other training",
+                where="run.fit(step)",
+                fix="call it outside of the step: a run is made once, before run.fit",
+            )
 
     def world(self, backend: str | None) -> World:
         """The workers that this process belongs to. Workers that may change are the same for all its trainers."""

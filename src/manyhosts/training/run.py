@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from manyhosts.config.arguments import OF_RUN, answers
 from manyhosts.data.data import Data
-from manyhosts.errors import ConfigError, ManyhostsError
+from manyhosts.errors import ConfigError, ManyhostsError, check_run
 from manyhosts.training.evaluation.predict import Forward, of_inputs
 from manyhosts.training.loop.compute import UserStep, number_of
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
@@ -37,6 +37,28 @@ _NAMES = {
     "mh.Run(schedule=": "mh.Run(schedulers=",
 }
 """What an error of `mh.Trainer` names, and what it is called here; one after the other."""
+
+
+def _made(step: Callable[[Run], object], run: Run) -> None:
+    """Call the script's step.
+
+    Raises:
+        ConfigError: what it gives says that it has not been run, or is a loss that nothing is done with.
+    """
+    run._session.in_step = True
+    try:
+        found = step(run)
+    finally:
+        run._session.in_step = False
+    if found is None:
+        return
+    check_run(found, what="the step", where="run.fit(step)")
+    if isinstance(found, Tensor) and found.requires_grad:
+        raise ConfigError(
+            "the step gives a loss, and nothing is done with what a step gives",
+            where="run.fit(step)",
+            fix="write run.backward(loss) and run.update() in it, with def loss(batch): …",
+        )
 
 
 class PartNumbers(Dataset[int]):
@@ -216,8 +238,9 @@ class Run(Session):
                 where="run.fit",
                 fix='write run.fit(step, "20 epochs") with def step(run): …',
             )
-        self._own_step.step = partial(step, self)
-        with _named_as_in_a_loop():
+        self._own_step.step, code = partial(_made, step, self), getattr(step, "__code__", None)
+        self._own_step.place = f"{code.co_filename}, line {code.co_firstlineno}" if code else type(step).__name__
+        with _named_as_in_a_loop(), self._own_step.guarded():
             return super().fit(duration)
 
     def predict(
@@ -271,7 +294,17 @@ class Run(Session):
         return self._own_step.update(optimizer, clip)
 
     def log(self, **values: float | Tensor) -> None:
-        """Record values with this step; those of rank 0 are written."""
+        """Record values with this step; those of rank 0 are written.
+
+        Raises:
+            ConfigError: it is called outside of a step, or a value is not one number.
+        """
+        if self._own_step.pieces is None:
+            raise ConfigError(
+                "run.log is called outside of a step, so that there is no step to record it with",
+                where="run.log",
+                fix="call it in the function that run.fit is given; what evaluate is to record it gives in its mapping",
+            )
         device = self.world.device
         self._own_step.logged |= {
             name: number_of(name, value, device, "run.log", torch.float64).to(device, torch.float64).detach()

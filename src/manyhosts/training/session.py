@@ -47,7 +47,6 @@ from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, at
 from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
 from manyhosts.training.setup.parameter_groups import MakeOptimizer
 from manyhosts.training.setup.run_place import RunPlace
-from manyhosts.training.state.recovery import layout_of
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.sharded_state import full_state
 from manyhosts.training.state.weights import Used, best_model, frozen, holding, load_initial
@@ -98,16 +97,16 @@ def settings_of(data: Data, options: Options) -> Settings:
     given["strategy"] = DDP() if given.get("strategy") is None else named(given["strategy"])
     given["snapshots"] = given.get("snapshots") or Snapshots()
     given["best"] = Best(best) if isinstance(best, str) else best
-    settings = Settings(
-        batch_size=data.batch_size,
-        batch_size_per_worker=data.batch_size_per_worker,
-        evaluation_batch_size=data.evaluation_batch_size,
-        drop_last=data.drop_last,
-        shuffle=data.shuffle,
-        loader_workers=data.loader_workers,
-        **given,
-    )
-    return overrides.apply(settings, overrides.from_environment())
+    for name in (
+        "batch_size",
+        "batch_size_per_worker",
+        "evaluation_batch_size",
+        "drop_last",
+        "shuffle",
+        "loader_workers",
+    ):
+        given[name] = getattr(data, name)
+    return overrides.apply(given, overrides.from_environment())
 
 
 class Session:
@@ -134,6 +133,7 @@ class Session:
     ) -> None:
         """`own_step`: what a step does, where the script computes its gradients itself."""
         check_is_main()
+        ProcessSession.current().refuse_in_step(f"mh.{type(self).__name__}(…)")
         reporter = Reporter.from_environment()
         self._is_launched = reporter is not None
         self._report: Callable[..., None] = (lambda *_, **__: None) if reporter is None else reporter.send
@@ -203,6 +203,7 @@ class Session:
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
         """
+        self._session.refuse_in_step("fit")
         if self._session.in_place_of_fit is not None:
             self._session.in_place_of_fit(self)
         settings = self._place.with_own_copy(self.settings)
@@ -229,10 +230,11 @@ class Session:
             return self._run.fit()
 
     def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
-        """What all workers do together, and once more from its beginning where some are lost meanwhile."""
+        """What all workers do together, and again from its beginning where some are lost meanwhile."""
+        self._session.refuse_in_step("validate, test, predict or save")
         world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
-        layout = None if parts is None else layout_of(parts)
-        if parts is None or parts.strategy.traits.holds_full_model:
+        layout = None if parts is None else parts.strategy.layout()
+        if parts is None or (layout is None and parts.strategy.mesh.parts == 1):
             alike = calls.layout is None  # a worker that comes late knows how one model is cut, and of no other
         else:
             alike = layout is not None and calls.trainers == 1
@@ -268,14 +270,14 @@ class Session:
         return values
 
     def _say(self, text: str) -> None:
-        """Tell which weights were used, where there is a run to report it."""
+        """Report which weights were used, where there is a run to report it."""
         if self._run is not None:
-            self._tell(self._run, Note(text=text, step=self._run.state.step, time=time.time()))
+            self._emit(self._run, Note(text=text, step=self._run.state.step, time=time.time()))
 
-    def _tell(self, run: Fit, news: Event) -> None:
-        if self.world.is_leader and not self._collective_calls.over:
-            run.run_log.become_leader()  # another one may have led while it trained
-        run.run_log.tell(news)
+    def _emit(self, run: Fit, news: Event) -> None:
+        if self.world.is_rank_0 and not self._collective_calls.over:
+            run.run_log.become_rank_0()  # another one may have led while it trained
+        run.run_log.emit(news)
         run.run_log.flush()
 
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
@@ -312,7 +314,7 @@ class Session:
             return self._call(lambda: self._predict(prediction, weights), has_outcome=False)
 
     def _predict(self, prediction: Prediction, weights: Literal["best", "last"]) -> Any:
-        if self.world.apart and self._run is not None and not self._run.has_end:
+        if self.world.is_joining and self._run is not None and not self._run.has_end:
             raise ConfigError(
                 "the other workers have finished this prediction, and this one came too late to be given their weights",
                 where="trainer.predict",
@@ -346,13 +348,13 @@ class Session:
         state: Mapping[str, Any] = {}
         if best is None:
             with self.parts.callbacks.evaluated(self.parts.trained):
-                state = full_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_leader)
+                state = full_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_rank_0)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         else:
             base, holding = self.parts.frozen_base.tensors(), self.parts.strategy.holding
-            state = full_state(base, holding, keep=self.world.is_leader)  # which the best model may be kept without
+            state = full_state(base, holding, keep=self.world.is_rank_0)  # which the best model may be kept without
         error: ConfigError | None = None
-        if self.world.is_leader:
+        if self.world.is_rank_0:
             try:
                 save_weights(file, state if best is None else {**state, **load(best).state["model"]})
             except ConfigError as found:
@@ -377,7 +379,7 @@ class Session:
                 weights="best" if used.is_best else "last",
                 weights_step=used.step,
             )
-            self._tell(self._run, news)
+            self._emit(self._run, news)
         return values
 
     def _evaluation(self, name: Literal["validation", "test"]) -> OfAllSets:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from manyhosts.communication.layout import write
 from manyhosts.config import overrides
 from manyhosts.config.settings import Settings
 from manyhosts.control.agent.worker import run_main
@@ -32,8 +30,7 @@ from manyhosts.snapshot.load import Loaded, load
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.run import Run
 from manyhosts.training.session import Session
-from manyhosts.training.setup.trained_module import load_loss
-from manyhosts.training.state.registry import put_weights, state_of
+from manyhosts.training.state.registry import put_one_by_one
 
 _KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")
 """Settings of the run that decide what a model answers, or how the script's data is read."""
@@ -226,33 +223,10 @@ def _take(trainer: Session, path: Path) -> Loaded:
     if parts.world.any(error is not None) or loaded is None:
         raise error or SnapshotError("another worker cannot read it", where=str(path), fix="see what that one says")
     try:
-        if not parts.strategy.traits.holds_full_model:
-            put_weights(parts, state_of(loaded, parts))
-        else:
-            put_stored(parts.model, loaded.stored["model"], may_lack=parts.frozen_base.names)
-            load_loss(parts.trained, dict(loaded.state.get("loss", {})))
+        put_one_by_one(parts, loaded.stored)
     except (SnapshotError, OSError) as cause:
         raise RuntimeError(f"the snapshot changed while it was read: {cause}") from cause
     return loaded
-
-
-@torch.no_grad()
-def put_stored(model: nn.Module, stored: Mapping[str, Any], *, may_lack: Collection[str] = ()) -> None:
-    """Copy tensors that lie on the disk into those of `model` of the same names, with never more than one in memory.
-
-    `may_lack`: names of which there may be nothing on the disk; these stay as they are.
-
-    Raises:
-        SnapshotError: they have other names or shapes.
-    """
-    own = model.state_dict()
-    if other := sorted((own.keys() ^ stored.keys()) - (set(may_lack) - stored.keys())):
-        raise SnapshotError(f"{other[0]} is on one side alone", where="the model", fix="use the script of that run")
-    for name, tensor in own.items():
-        if isinstance(tensor, Tensor) and name in stored:
-            write(tensor, stored[name].full())
-    if extra := {name: stored[name] for name, value in own.items() if not isinstance(value, Tensor)}:
-        model.load_state_dict(extra, strict=False)
 
 
 def _without_fit(script: Path) -> ConfigError:

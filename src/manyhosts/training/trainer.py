@@ -56,7 +56,7 @@ class Trainer(Session):
             lower is better comes from the metric.
         best: the metric by which the model in `best/` is chosen: `"accuracy"`, or `mh.Best("score", mode="max")` for
             one that does not say which way is better. Where it is not given, that of early stopping, or the loss.
-        listeners: anything callable with one event; called on the leader.
+        listeners: anything callable with one event; called on rank 0.
         callbacks: what may act at named points, on every worker and once per step: `mh.EMA()`, or an `mh.Callback`.
         init_from: weights to begin with: a snapshot, a run directory, a `.safetensors` or a `.pt` file, a folder of
             Hugging Face's, a `state_dict`; or `mh.InitFrom`, which also says what may differ and what is frozen.

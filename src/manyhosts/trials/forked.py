@@ -168,7 +168,7 @@ class LocalTrialRunner:
                 "the workers got no further", where=job.program, fix="see which collective one of them does not enter"
             )
         how = f"was ended by {signal.Signals(first.signal).name}" if first.signal else f"ended with code {first.code}"
-        return ScriptError(f"rank {first.rank} {how}", where=job.program)
+        return ScriptError(f"rank {first.rank} {how}", where=job.program, fix=f"see what it prints: {_again(job)}")
 
     def _hear(self, event: dict[str, Any]) -> None:
         worker = self._workers.get(event["name"])
@@ -203,8 +203,13 @@ def _of_the_script(error: Mapping[str, Any], rank: int, job: Job) -> ScriptError
     return ScriptError(
         str(error["summary"]),
         where=f"{job.program}{line}, rank {rank}",
-        fix=f"see the entire traceback: {shlex.join(['manyhosts', 'run', job.program, *job.arguments])}",
+        fix=f"see the entire traceback: {_again(job)}",
     )
+
+
+def _again(job: Job) -> str:
+    """What shows all that the script prints."""
+    return shlex.join(["manyhosts", "run", job.program, *job.arguments])
 
 
 class _Worker:

@@ -77,7 +77,7 @@ class Outcome:
 
 
 def outcome_of(place: Place) -> Outcome:
-    """How a trial ended, as far as the disk tells."""
+    """How a trial ended, as far as the disk shows."""
     known: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):
         known = read_json(place.outcome)

@@ -263,7 +263,7 @@ class Tuner:
             each.run.stop()
 
     def _settle(self, each: UnderWay) -> None:
-        """Tell Optuna how a trial has ended."""
+        """Report to Optuna how a trial has ended."""
         self.under_way.remove(each)
         each.follower.close()
         if each.ended_since:

@@ -120,7 +120,7 @@ def test_powersgd_sends_a_matrix_of_its_rank_exactly() -> None:
 
     def work(link: ThreadLink) -> Tensor:
         values = (thin[link.rank] @ wide).view(-1)
-        PowerSGD(2)(Chunk(values, [shape], [0]), link)
+        PowerSGD(DDP(powersgd_rank=2))(Chunk(values, [shape], [0]), link)
         return values
 
     for received in on_links(2, work):
@@ -136,7 +136,7 @@ def test_powersgd_comes_nearer_to_the_best_low_rank_sum_step_by_step() -> None:
     best = (exact - u[:, :2] * s[:2] @ vt[:2]).norm()
 
     def work(link: ThreadLink) -> list[float]:
-        compression = PowerSGD(2)
+        compression = PowerSGD(DDP(powersgd_rank=2))
         found = []
         for _ in range(60):
             values = both[link.rank].clone().view(-1)
@@ -151,7 +151,7 @@ def test_powersgd_comes_nearer_to_the_best_low_rank_sum_step_by_step() -> None:
 
 def test_powersgd_does_not_remember_an_overflow() -> None:
     def work(link: ThreadLink) -> tuple[bool, bool]:
-        compression = PowerSGD(2)
+        compression = PowerSGD(DDP(powersgd_rank=2))
         shape = torch.Size((8, 8))
         first = torch.full((64,), float("inf") if link.rank else 1.0)
         compression(Chunk(first, [shape], [0]), link)

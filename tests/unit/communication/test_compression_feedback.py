@@ -82,7 +82,7 @@ class Worker:
         return self
 
     def residual(self) -> Tensor:
-        return torch.cat([self.compressor.residual()[key].reshape(-1) for key in range(len(SHAPES))]).double()
+        return torch.cat([self.compressor.by_key("residual")[key].reshape(-1) for key in range(len(SHAPES))]).double()
 
 
 def make(name: str) -> Compression:

@@ -6,16 +6,16 @@ import math
 import re
 from dataclasses import dataclass, field
 from itertools import product
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 
 from manyhosts.communication.mesh import AXES, Mesh
-from manyhosts.config.strategies import BY_NAME
+from manyhosts.config.strategies import BY_NAME, kind_of
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic, FixedParts, InCopies
+from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.strategies.virtual import VirtualWorkers
@@ -29,8 +29,9 @@ class Numbered:
     rank: int = 0
     group: object = field(default_factory=object)
     device: torch.device | None = None
-    apart: bool = False
+    is_joining: bool = False
     part: object = None
+    timeout_s: float = 1.0
 
 
 def world_of(size: int, rank: int = 0) -> Numbered:
@@ -92,21 +93,47 @@ def test_mesh_follows_its_world() -> None:
         mesh.along("shard")
 
 
-def test_traits_say_what_each_strategy_has_the_calls_for() -> None:
-    assert BY_NAME.keys() - {"auto"} == {"single", *STRATEGIES.own}
+class SlowToGo:
+    """A group that broke in the midst of a sum: its destructor waits for a thread that waits for what no one sends."""
+
+    def __init__(self, began: Event, may_end: Event, has_ended: Event) -> None:
+        self.began, self.may_end, self.has_ended = began, may_end, has_ended
+
+    def __del__(self) -> None:
+        self.began.set()
+        self.may_end.wait(10)
+        self.has_ended.set()
+
+
+def test_no_worker_waits_for_a_broken_group_to_be_let_go_of() -> None:
+    world: Any = world_of(4)
+    began, may_end, has_ended = Event(), Event(), Event()
+    groups: list[Any] = ["of those that are left", SlowToGo(began, may_end, has_ended)]
+    world.new_groups = lambda ranks: (next(iter(ranks)), groups.pop())
+    mesh = Mesh(world, shard=2)
+    members = mesh.along("shard")
+    assert members.size == 2
+    assert not began.is_set(), "the group is gone before it broke"
+    world.group = object()  # the workers have changed
+    try:
+        assert members.process_group == "of those that are left"
+        assert not has_ended.is_set(), "it came after the one that broke was let go of"
+        assert began.wait(10), "the one that broke is held for ever"
+    finally:
+        may_end.set()
+    assert has_ended.wait(10)
+
+
+def test_traits_say_what_each_strategy_answers_in_its_own_way() -> None:
+    assert BY_NAME.keys() - {"auto"} <= {"single", *STRATEGIES.own}
+    assert all(kind_of(name) is not None for name in STRATEGIES.own), "each has settings, and combinations those of one"
     kinds: list[Any] = [SingleProcess, VirtualWorkers, *map(STRATEGIES.load, STRATEGIES.own)]
     assert all("traits" in vars(kind) for kind in kinds), "each says its own"
     for kind in kinds:
-        assert has(kind, Elastic) or not kind.traits.survives_loss
-        assert has(kind, InCopies) or kind.traits.holds_full_model or not kind.traits.survives_loss
-        assert kind.traits.synchronous == (not has(kind, LocalUpdates, but="givers"))
-        assert kind.traits.computes_fixed_parts == has(kind, FixedParts)
-
-
-def has(kind: Any, protocol: Any, *, but: str = "") -> bool:
-    """Whether a class has all calls of `protocol`; what it sets when it is made cannot be seen."""
-    calls = {name for name in vars(protocol) if not name.startswith("_") and name != but}
-    return all(hasattr(kind, name) for name in calls)
+        assert kind.traits.synchronous == (kind.exchange is Strategy.exchange) == (kind.average is Strategy.average)
+        assert kind.has_own == (not kind.traits.synchronous or not kind.traits.holds_full_model)
+        assert kind.resync is not Strategy.resync or not kind.traits.survives_loss
+        assert kind.layout is not Strategy.layout or kind.traits.holds_full_model or not kind.traits.synchronous
 
 
 @pytest.mark.parametrize(("sizes", "axis"), [({"pipe": 2}, "pipe"), ({"shard": 3}, "shard")])
@@ -118,13 +145,13 @@ def test_worker_that_comes_late_has_its_place_in_a_copy_before_it_meets_the_othe
         assert among.part == Mesh(world_of(6, rank), **sizes).coordinate(axis)
         assert (among.parts, among.parts_first) == (sizes[axis], axis == "pipe")
         world: Any = world_of(1)
-        world.apart, world.part = True, among
+        world.is_joining, world.part = True, among
         late = Mesh(world, **sizes)
         assert late.coordinate(axis) == among.part
         assert late.place({"cuts": ["3"]}) == among
         assert late.size(axis) == sizes[axis]
         assert (late.data.size, late.replica.size) == (1, 1), "there is nobody to exchange anything with"
-        world.apart, world.size, world.rank = False, 6, rank
+        world.is_joining, world.size, world.rank = False, 6, rank
         assert late.coordinate(axis) == among.part
 
 

@@ -1,4 +1,4 @@
-"""The tree over the parts: the same for any cut over workers, with little held at a time."""
+"""The tree over the parts: the same for any cut over workers, with few values at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counted(parts: int, first: int, behind: int) -> Subtrees[str]:
 
 
 def whole(parts: int) -> str:
-    [(_, text)] = counted(parts, 0, parts).held
+    [(_, text)] = counted(parts, 0, parts).stack
     return text
 
 
@@ -49,10 +49,10 @@ def test_any_contiguous_cut_over_workers_writes_the_same_sum(parts_and_cuts: tup
     parts, cuts = parts_and_cuts
     together = Subtrees(parts, written)
     for first, behind in as_ranges(parts, cuts):
-        for node, text in counted(parts, first, behind).held:
+        for node, text in counted(parts, first, behind).stack:
             together.put(node, text)
-    assert [text for _, text in together.held] == [whole(parts)]
-    assert together.held[0][0] == root(parts)
+    assert [text for _, text in together.stack] == [whole(parts)]
+    assert together.stack[0][0] == root(parts)
 
 
 @given(parts_and_cuts)
@@ -60,8 +60,8 @@ def test_worker_is_left_with_the_fewest_subtrees_that_hold_its_parts(parts_and_c
     parts, cuts = parts_and_cuts
     for first, behind in as_ranges(parts, cuts):
         nodes = subtrees(parts, first, behind)
-        assert [node for node, _ in counted(parts, first, behind).held] == nodes
-        leaves = [leaf for node in nodes for leaf in range(node.first, min(node.behind, parts))]
+        assert [node for node, _ in counted(parts, first, behind).stack] == nodes
+        leaves = [leaf for node in nodes for leaf in range(node.index << node.level, min(node.end, parts))]
         assert leaves == list(range(first, behind))
         siblings = [(a, b) for a, b in pairwise(nodes) if (a.level, a.index ^ 1) == (b.level, b.index)]
         assert not siblings, "two of them could have been added"
@@ -80,7 +80,7 @@ def test_never_more_is_held_than_twice_the_height_of_the_tree(parts: int, data: 
     sums = Subtrees(parts, written)
     for part in range(first, parts):
         sums.put(Node(0, part), str(part))
-        assert len(sums.held) <= max(1, 2 * root(parts).level)
+        assert len(sums.stack) <= max(1, 2 * root(parts).level)
 
 
 @given(st.integers(1, 70))
@@ -94,7 +94,7 @@ def test_leaf_added_into_its_neighbour_is_as_good_as_one_that_was_put(parts: int
         else:
             waiting.append(part)
             sums.added_to_left_of(part)
-    assert [value for _, value in sums.held] == [list(range(parts))]
+    assert [value for _, value in sums.stack] == [list(range(parts))]
 
 
 def test_first_part_of_a_worker_waits_for_nobody_whom_it_does_not_have() -> None:
@@ -110,5 +110,5 @@ def test_numbers_show_which_order_they_were_added_in() -> None:
     for part, row in enumerate(rows):
         sums.put(Node(0, part), row)
         fold = row if part == 0 else fold + row
-    assert not torch.equal(sums.held[0][1], fold)
-    torch.testing.assert_close(sums.held[0][1], fold)
+    assert not torch.equal(sums.stack[0][1], fold)
+    torch.testing.assert_close(sums.stack[0][1], fold)

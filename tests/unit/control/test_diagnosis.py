@@ -37,8 +37,9 @@ def judged(*sights: Sight, gone: tuple[str, ...] = ()) -> Diagnosis:
     return diagnose(sights, 30, gone)
 
 
-def test_one_that_computes_while_the_others_wait_is_the_culprit() -> None:
-    diagnosis = judged(sight(0), sight(1, SPIN, state="R", busy=1.0), sight(2, BACKWARD))
+@pytest.mark.parametrize("backward", [BACKWARD, (Frame("/venv/manyhosts/device.py", 228, "backward_from"), SPIN[1])])
+def test_one_that_computes_while_the_others_wait_is_the_culprit(backward: tuple[Frame, ...]) -> None:
+    diagnosis = judged(sight(0), sight(1, SPIN, state="R", busy=1.0), sight(2, backward))
     assert diagnosis.guilty == (101,)
     assert diagnosis.what == (
         "rank 1 on host n1 computes without end at train.py:12 in spin, and has got no further for 30 s (after step 7);"

@@ -114,3 +114,10 @@ def test_run_that_goes_on_from_any_position_takes_the_same_steps(
     assert (resumed, again) == (whole, taken[before:])
     epoch, step = divmod(before, Order(length, batch=batch, seed=seed).steps_per_epoch)
     assert stopped == Position(epoch, step * batch), "a position follows from the number of steps"
+
+
+def test_order_that_goes_from_epoch_to_epoch_and_back_has_the_samples_of_one_that_begins_there() -> None:
+    order = Order(20, batch=20, seed=3)
+    for epoch in (0, 1, 5, 1, 0):
+        assert np.array_equal(order.at(Position(epoch, 0)), Order(20, batch=20, seed=3).at(Position(epoch, 0)))
+        assert np.array_equal(order.at(Position(epoch, 0)), permutation(20, seed=3, epoch=epoch))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from manyhosts.data.identity import are_alike, print_of, without_text
-from manyhosts.data.same_everywhere import look_at
+from manyhosts.data.identity import are_alike, print_of, print_of_set, without_text
 
 
 class Mapped(Dataset[Any]):
@@ -54,8 +53,8 @@ def split(seed: int) -> Dataset[Any]:
     ],
 )
 def test_what_is_drawn_otherwise_is_told_apart(make: Any) -> None:
-    assert are_alike(look_at(make(1)), look_at(make(1)))
-    assert not any(are_alike(look_at(make(1)), look_at(make(seed))) for seed in range(2, 12))
+    assert are_alike(print_of_set(make(1)), print_of_set(make(1)))
+    assert not any(are_alike(print_of_set(make(1)), print_of_set(make(seed))) for seed in range(2, 12))
 
 
 def test_what_is_not_known_is_not_compared() -> None:
@@ -64,8 +63,8 @@ def test_what_is_not_known_is_not_compared() -> None:
     around_itself = Mapped(tensors(0))
     around_itself.inner = around_itself
     for dataset in (sparse, empty, around_itself, Stream(), [1, 2, 3]):
-        assert are_alike(look_at(dataset), look_at(dataset))  # type: ignore[arg-type]  # a list will do as a dataset
-    assert look_at(Mapped(Stream())) == []
+        assert are_alike(print_of_set(dataset), print_of_set(dataset))  # type: ignore[arg-type]  # a list will do as a dataset
+    assert print_of_set(Mapped(Stream())) == []
 
 
 def test_many_whole_numbers_are_compared_and_texts_are_not() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhosts.export.narrow import narrow
+from manyhosts.export.formats import narrow
 
 
 class Reading(nn.Module):

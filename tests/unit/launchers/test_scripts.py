@@ -48,11 +48,13 @@ def test_module_and_executable_exclude_each_other() -> None:
     ("source", "loaded"),
     [
         ("import os, json", ()),
-        ("import torch", scripts.TORCH),
-        ("def f():\n    from torch import nn", scripts.TORCH),
-        ("import my_models", scripts.TORCH),
-        ("from . import sibling", scripts.TORCH),
+        ("import torch", (*scripts.TORCH, scripts.COMPILER)),
+        ("def f():\n    from torch import nn", (*scripts.TORCH, scripts.COMPILER)),
+        ("import my_models", (*scripts.TORCH, scripts.COMPILER)),
+        ("from . import sibling", (*scripts.TORCH, scripts.COMPILER)),
         ("import manyhosts as mh", (*scripts.TORCH, "own")),
+        ("import manyhosts\ntrain(strategy=chosen)", (*scripts.TORCH, *scripts.IN_PARTS, "own")),
+        ("import manyhosts\ntrain(compile=True)", (*scripts.TORCH, *scripts.IN_PARTS, "own")),
         ("this is no python", ()),
     ],
 )
@@ -62,6 +64,13 @@ def test_torch_is_loaded_unless_the_standard_library_is_all_that_is_imported(
     script = tmp_path / "script.py"
     script.write_text(source)
     assert scripts.preload(str(script), "script", own=["own"]) == loaded
+
+
+def test_what_keeps_a_model_in_parts_is_loaded_once_where_the_command_line_asks_for_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import manyhosts")
+    assert scripts.preload(str(script), "script", settings=["strategy"]) == (*scripts.TORCH, *scripts.IN_PARTS)
+    assert scripts.preload(str(script), "script", settings=["lr"]) == scripts.TORCH
 
 
 def test_nothing_is_loaded_for_an_executable() -> None:
@@ -146,7 +155,7 @@ def trap(*_, **__):
     raise AssertionError("CUDA was asked for, which a forked process cannot use then")
 for name in ("is_available", "device_count", "_lazy_init", "current_device", "init"):
     setattr(torch.cuda, name, trap)
-for module in {scripts.TORCH}:
+for module in {(*scripts.TORCH, *scripts.IN_PARTS)}:
     importlib.import_module(module)
 assert threading.active_count() == 1, threading.enumerate()
 """

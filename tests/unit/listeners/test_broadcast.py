@@ -7,7 +7,7 @@ import time
 import pytest
 from stories import started, stepped
 
-from manyhosts.events import Event
+from manyhosts.events import Event, RunStarted
 from manyhosts.listeners import broadcast
 from manyhosts.listeners.broadcast import Broadcast
 
@@ -109,3 +109,27 @@ def test_listener_that_training_waits_for_is_named_once(
     [line] = caplog.messages
     assert line.startswith("training waits for the listener ")
     assert "dawdle" in line
+
+
+def test_listener_that_is_called_and_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def later(event: Event) -> None:
+        raise AssertionError("nobody awaits it")
+
+    Broadcast([later])(started())
+    assert "gives a coroutine when it is called, and not one line of it is run" in caplog.text
+
+
+class OfStarts(Finishing):
+    HEARS = (RunStarted,)
+
+
+def test_listener_that_says_what_it_hears_is_called_for_that_alone_and_closed_like_all() -> None:
+    choosy, all_ears = OfStarts(), Finishing()
+    news = Broadcast([choosy, all_ears])
+    for event in (started(), stepped(1), stepped(2)):
+        news(event)
+    assert choosy.calls == ["reported"]
+    assert all_ears.calls == ["reported"] * 3
+    assert news.flush()
+    news.close()
+    assert choosy.calls == ["reported", "flush", "close"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -66,14 +67,30 @@ def test_steps_that_are_done_once_more_are_drawn_once(tmp_path: Path) -> None:
     assert points(tmp_path, "train/loss") == [*((step, 1.0) for step in range(1, 5)), (5, 2.0), (6, 2.0), (7, 2.0)]
 
 
-def test_tensorboard_is_not_imported_before_there_is_something_to_draw(tmp_path: Path) -> None:
+def test_numbers_that_are_none_too_large_or_negative_and_names_of_any_letters_are_drawn_as_they_are(
+    tmp_path: Path,
+) -> None:
+    values = {"large": 1e300, "less": -1e300, "none": math.nan, "größe": -0.1, "n" * 300: 1.0}
+    listen(tmp_path, *(stepped(step, loss=1.0, values=values) for step in (1, 127, 128, 70_000)))
+    for name, expected in values.items():
+        found = points(tmp_path, f"train/{name}")
+        assert [step for step, _ in found] == [1, 127, 128, 70_000]
+        expected = math.copysign(math.inf, expected) if abs(expected) > 1e38 else expected
+        assert [value for _, value in found] == [pytest.approx(expected, nan_ok=True)] * 4
+
+
+def test_of_tensorboard_its_messages_alone_are_imported_and_only_to_draw(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from manyhosts.listeners.tensorboard import WriteTensorBoard;"
+        "import sys; from pathlib import Path; from stories import stepped;"
+        "from manyhosts.listeners.tensorboard import WriteTensorBoard;"
         f"listener = WriteTensorBoard(Path({str(tmp_path)!r})); listener.close();"
-        "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
+        f"assert not list(Path({str(tmp_path)!r}).iterdir()); assert 'tensorboard' not in sys.modules;"
+        f"listener = WriteTensorBoard(Path({str(tmp_path)!r})); listener(stepped(1, loss=2.0)); listener.close();"
+        "sys.exit(any(name in sys.modules for name in ('boto3', 'fsspec', 'numpy', 'torch')))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert list(tmp_path.iterdir()) == []
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
+    assert points(tmp_path, "train/loss") == [(1, 2.0)]
 
 
 def test_script_that_fails_before_anything_is_drawn_ends_with_its_own_error_and_leaves_its_steps(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from measured_training import MEASURED
 
-from manyhosts.measure.measure import Asked, Told, collect, settings_of
+from manyhosts.measure import measure
+from manyhosts.measure.measure import Asked, Told, Where, collect, measure_on_hosts, settings_of
 from manyhosts.measure.request import Request
 
 ALONE_S = 2.7
@@ -97,3 +98,22 @@ def test_several_workers_of_a_host_are_no_hosts_of_one_machine() -> None:
     assert found.within is not None
     assert found.within.bytes_per_second == 2000
     assert found.within.owners_bytes_per_second == 1600
+
+
+@pytest.mark.parametrize("hosts", [("a", "b", "c", "d"), ()])
+def test_torch_stays_loaded_on_named_hosts_from_one_start_to_the_next(
+    hosts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines end what a start has left."""
+    starts, workers = [], Hosts(1, ALONE_S)
+
+    def heard(words: list[str], _log: Path, asked: Asked, _tell: Any) -> Told:
+        nodes = words[words.index("--hosts") + 1].count(",") + 1 if hosts else int(words[words.index("--nodes") + 1])
+        starts.append((nodes, "--warm" in words, float(asked.environment["MANYHOSTS_WARM_S"])))
+        return workers(Request(together=nodes > 1), nodes, 1)
+
+    monkeypatch.setattr(measure, "_heard", heard)
+    where = Where(program=["manyhosts"], words=[], hosts=hosts)
+    measure_on_hosts(replace(asked(), nodes=(1, 2, 4), folder=Path("/tmp")), where, lambda _: None)
+    warm = bool(hosts)
+    assert starts == [(1, warm, 30.0), (4, warm, 30.0), (2, warm, 0.1)]

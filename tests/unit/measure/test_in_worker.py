@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import manyhosts as mh
+from manyhosts import host_memory
 from manyhosts.communication.compression.choose import BY_LOSS, cost_of
 from manyhosts.config.strategies import DDP
 from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
     compressions,
-    copying,
     loading,
     machine,
     measurer,
@@ -240,13 +240,13 @@ def test_what_a_loader_takes_of_the_cores_is_told_from_what_it_waits_for(process
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody says what memory a process shares")
 def test_memory_of_a_process_is_what_it_has_touched_until_it_gives_it_back() -> None:
-    machine.give_back_memory()
+    host_memory.give_back()
     before = machine.process_bytes([os.getpid()])
     held = bytearray(b"x" * 200_000_000)
     with_it = machine.process_bytes([os.getpid()])
     assert with_it - before == pytest.approx(len(held), rel=0.05)
     del held
-    machine.give_back_memory()
+    host_memory.give_back()
     assert machine.process_bytes([os.getpid()]) < before + 20_000_000
     assert machine.process_bytes([os.getpid(), 2**22 + 1]) == 0, "one that is not there: not known"
 
@@ -265,7 +265,9 @@ def test_a_loader_that_chooses_its_processes_does_so_by_the_rest_of_a_step() -> 
 
 
 def test_copying_is_timed_by_the_byte_whatever_the_sizes_of_model_and_unit() -> None:
-    times = [copying.measure(torch.device("cpu"), unit, total) for unit, total in ((1 << 20, 8 << 20), (999, 999))]
+    times = [
+        machine.copy_s_per_byte(torch.device("cpu"), unit, total) for unit, total in ((1 << 20, 8 << 20), (999, 999))
+    ]
     assert all(1e-12 < each < 1e-6 for each in times)
 
 
@@ -312,7 +314,7 @@ def test_time_around_a_step_is_neither_compute_nor_the_first_start() -> None:
 
 def test_lines_are_heard_among_those_of_a_script(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"half a line")
-    lines.tell("measures", what="the loader")
+    lines.send("measures", what="the loader")
     said = capfd.readouterr().out.splitlines()
     assert [lines.heard(line) for line in said] == [None, {"kind": "measures", "what": "the loader"}]
     assert lines.heard("[0] " + said[1]) == {"kind": "measures", "what": "the loader"}, "with a rank before it"

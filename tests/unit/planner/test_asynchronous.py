@@ -9,7 +9,6 @@ import pytest
 from measured_training import MEASURED, group, machines
 
 import manyhosts as mh
-from manyhosts.config.strategies import check_planned
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Compression, Measured, Network
 from manyhosts.planner.plan import strategy_of
@@ -113,7 +112,7 @@ def test_less_is_pushed_with_a_compression() -> None:
 
 @pytest.mark.parametrize("strategy", [mh.ParameterServer(), mh.ParameterServer(staleness=2), mh.Hogwild()])
 def test_a_plan_has_it_where_the_script_asks_for_it_and_advises_it_never(strategy: object) -> None:
-    check_planned(strategy, None)  # type: ignore[arg-type]
+    strategy.check_planned(None)  # type: ignore[attr-defined]
     slow = machines(4, network=Network(latency_s=0.0, bytes_per_second=200))
     own = strategy_of({"name": strategy.name})  # type: ignore[attr-defined]
     found = predictions(TRAINING, slow, slow.sizes(), ways(TRAINING, own))

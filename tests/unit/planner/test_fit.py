@@ -36,7 +36,7 @@ def test_ways_come_the_simplest_first() -> None:
     [
         ({"is_shared": False}, 1, ["single", "single, activation checkpointing"]),
         ({"checkpointed": None}, 2, ORDER[::2]),
-        ({"apart": True}, 1, ORDER[:2]),
+        ({"joins": True}, 1, ORDER[:2]),
         ({"virtual_workers": 4}, 2, ORDER[:2]),
         ({"model": replace(MODEL, units=())}, 2, ORDER[:2]),
         ({}, 1, ORDER[:2]),

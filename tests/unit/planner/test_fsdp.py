@@ -8,6 +8,7 @@ import pytest
 from measured_training import MEASURED, group, machines
 
 from manyhosts.config.fully_sharded import FSDP
+from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.config.strategies import DDP
 from manyhosts.errors import ConfigError
 from manyhosts.planner.catalog import Machines
@@ -175,3 +176,18 @@ def test_model_without_units_is_refused() -> None:
         model().memory(MEASURED, group(2))
     with pytest.raises(ConfigError, match="the units hold 7"):
         replace(MEASURED, unit_bytes=(7,))
+
+
+def test_copies_that_step_alone_sum_no_gradients_and_meet_part_by_part() -> None:
+    slow = group(4, bytes_per_second=1000)
+    measured = replace(CUT, device="cuda", compute=(replace(CUT.compute[0], forward_s=0.0, backward_s=0.0),))
+    together = model(shard=2).step(measured, slow).communication_exposed  # half a second of it for the other copy
+    outer = DiLoCo(shard=2, sync_every=8, fragments=1, overlap_steps=0, outer_compression="none")
+    for config, meeting_s in ((outer, 0.5), (LocalSGD(shard=2, sync_every=8), 0.516)):
+        alone = STRATEGIES.load(config.name)(config)
+        assert alone.step(measured, slow).communication_exposed == pytest.approx(together - 0.5 + meeting_s / 8)
+    held = STRATEGIES.load(outer.name)(outer).memory(CUT, slow)
+    assert held.total == model(shard=2).memory(CUT, slow).total + 5 * 500
+    found = predictions(CUT, machines(3), [(3, 1)], ways(CUT, outer))
+    [reported] = [each.why_not for each in found if each.strategy == "fsdp+diloco"]
+    assert reported == "3 workers cannot share copies of the model among 2 each"

@@ -9,7 +9,6 @@ from measured_training import MEASURED, group, machines
 
 from manyhosts.config.asynchronous import PipeDream
 from manyhosts.config.pipelined import Pipeline
-from manyhosts.config.strategies import check_planned
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
 from manyhosts.planner.fit import Training, ways
@@ -77,8 +76,8 @@ def test_a_plan_has_them_for_as_many_workers_as_there_are_blocks() -> None:
 
 def test_copies_are_not_planned() -> None:
     with pytest.raises(ConfigError, match="one copy over all workers"):
-        check_planned(Pipeline(stages=2), None)
-    check_planned(Tensor(), None)
+        Pipeline(stages=2).check_planned(None)
+    Tensor().check_planned(None)
 
 
 MB = 1_000_000

@@ -142,7 +142,7 @@ def test_hosts_of_one_machine_wait_for_its_cores_however_fast_the_wire_is() -> N
 def test_workers_of_hosts_that_are_one_machine_share_its_cores() -> None:
     measured = replace(MEASURED, cores=2)
     lab = replace(group(4), hosts_per_machine=4)
-    assert (lab.beside, group(4).beside, replace(group(2, 3), hosts_per_machine=4).beside) == (4, 1, 6)
+    assert (lab.per_machine, group(4).per_machine, replace(group(2, 3), hosts_per_machine=4).per_machine) == (4, 1, 6)
     assert compute.slowdown(measured, lab) == 2
     reported = replace(measured, contention={4: 3.0}, contention_of_hosts={4: 1.5})  # a device that a host has once
     assert (compute.slowdown(reported, lab), compute.slowdown(reported, group(1, 4))) == (1.5, 3.0)
@@ -206,6 +206,9 @@ def test_loaders_fetch_on_while_a_step_takes_longer() -> None:
     full = ddp.compared(replace(slow, tried=(replace(known, full_step_s=5.0),)), DDP())
     assert step_of("ddp", DDP(), full, bytes_per_second=1000).seconds == pytest.approx(5.0)
     assert step_of("ddp", DDP(), full, workers=4, bytes_per_second=1e9).seconds == pytest.approx(5.0 / 4 * 2)
+    fast = replace(slow, loader_samples_per_second=1e6, tried=(replace(known, full_step_s=5.0),))
+    assert step_of("ddp", DDP(), fast, bytes_per_second=1000).data_wait == 0
+    assert step_of("ddp", DDP(), ddp.compared(fast, DDP()), bytes_per_second=1000).seconds == pytest.approx(5.0)
 
 
 def test_compression_that_was_not_measured_is_refused_by_name() -> None:
@@ -337,7 +340,7 @@ def test_machines_exchange_what_is_compressed_once() -> None:
 def test_constants_of_the_model_are_those_of_the_code_it_describes() -> None:
     assert ddp.QUEUES == comm_queue.QUEUES_ON_CPU
     assert ddp.CHUNK_BYTES == feedback.CHUNK_BYTES
-    assert tree_sum.ON_CPU.stretch_bytes == virtual.STRETCH_BYTES
+    assert tree_sum.ON_CPU.segment_bytes == virtual.SEGMENT_BYTES
     assert tree_sum.ON_CPU.lag == virtual.LAG
     assert local_sgd._AT_ONCE == local_updates.BUCKET_BYTES
     assert (FEWEST_PARTS, MOST_PARTS) == (dataset_forward.FEWEST_PARTS, dataset_forward.MOST_PARTS)

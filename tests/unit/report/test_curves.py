@@ -54,6 +54,26 @@ def test_every_finite_point_is_drawn_inside_and_others_leave_gaps(points: list[t
     assert all(0 <= float(x) <= 560 and 0 <= float(y) <= 330 for x, y in drawn)
 
 
+def labels(drawn: str, anchor: str) -> list[str]:
+    """The numbers at the axis whose words are anchored so."""
+    return re.findall(rf'text-anchor="{anchor}">([^<]*)</text>', drawn)
+
+
+def test_equal_numbers_whose_means_round_are_one_straight_line() -> None:
+    """As the learning rate of a long run, of which each point is the mean over many steps."""
+    points = [(step, sum([0.003] * step) / step) for step in range(1, 200)]
+    assert len({value for _, value in points}) > 1
+    drawn = figure("Learning rate", [Curve("rate", points)], x="step")
+    assert labels(drawn, "end") == ["0.0028", "0.003", "0.0032"]
+    assert len({pair.split(",")[1] for row in re.findall(r'points="([^"]*)"', drawn) for pair in row.split()}) == 1
+
+
+def test_numbers_at_an_axis_differ_where_their_places_do() -> None:
+    drawn = figure("Loss", [Curve("one", [(100_000, 2.3021), (100_004, 2.3025)])], x="step", integral_x=True)
+    assert labels(drawn, "end") == ["2.3021", "2.3022", "2.3023", "2.3024", "2.3025"]
+    assert labels(drawn, "middle")[:-1] == ["100k", "100.001k", "100.002k", "100.003k", "100.004k"]
+
+
 def test_gap_parts_the_line() -> None:
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 1.0), (5, 2.0)]
     assert figure("t", [Curve("one", points)], x="step").count("<polyline") == 2

@@ -56,7 +56,7 @@ def test_clock_stands_between_an_end_and_going_on() -> None:
     history = heard([*first, *second])
     assert history.seconds == pytest.approx(6.0)
     assert history.validations == [(pytest.approx(6.0), 5, {"loss": 0.5})]
-    assert [stretch.status for stretch in history.stretches] == ["interrupted", ""]
+    assert [period.status for period in history.periods] == ["interrupted", ""]
     assert not history.end
 
 
@@ -88,7 +88,7 @@ def test_long_run_is_kept_in_few_points(tmp_path: Path) -> None:
         history.hear(line)
     assert history.steps == 5000
     assert all(len(each.blocks()) <= 257 for each in (history.loss, history.rate, history.speed))
-    assert len(history.leader.blocks()) <= Windows.MOST
+    assert len(history.rank_0.blocks()) <= Windows.MOST
 
 
 def test_line_that_lacks_something_is_told_in_a_sentence() -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,19 @@ def test_show_prints_what_the_manifest_says(run: Path, name: str, capsys: pytest
     assert "workers    1, strategy ddp" in out
     assert "seed       3" in out
     assert "weight  float32 [5]" in out
+
+
+def test_show_has_one_column_of_settings_as_they_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "snapshots", keep=9)
+    store.save({"weight": torch.ones(5)}, replace(facts(10), run={"seed": 3, "shuffle": True, "virtual_workers": None}))
+    store.wait()
+    assert main(["snapshots", "show", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(("seed", "shuffle", "virtual"))] == [
+        "seed            3",
+        "shuffle         true",
+        "virtual_workers none",
+    ]
 
 
 def test_show_as_json_is_the_manifest_of_the_newest_whole_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

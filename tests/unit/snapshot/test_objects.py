@@ -18,9 +18,8 @@ from manyhosts.events import Note, SnapshotCopied
 from manyhosts.records.manifest import Facts, verify_files
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import everything_fits, load
-from manyhosts.snapshot.objects.bring import Brought, bring_best, bring_newer, bring_records
 from manyhosts.snapshot.objects.client import Client
-from manyhosts.snapshot.objects.copier import Copier
+from manyhosts.snapshot.objects.copies import Brought, Copier, bring_best, bring_newer, bring_records
 from manyhosts.snapshot.objects.location import ObjectStoreLocation
 from manyhosts.snapshot.store import Store as LocalStore
 

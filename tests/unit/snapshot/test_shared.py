@@ -23,7 +23,7 @@ from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import found_in
 from manyhosts.records.tensor_parts import Box, flaw
-from manyhosts.snapshot.commit import Part, hear, tell
+from manyhosts.snapshot.commit import Part, hear, report_part
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import everything_fits, newest
 from manyhosts.snapshot.store import Facts, Store
@@ -55,7 +55,7 @@ class Worker:
 
     def __init__(self, worker_group: WorkerGroup, rank: int) -> None:
         self.worker_group, self.rank, self.size = worker_group, rank, worker_group.size
-        self.is_leader, self.is_shared = rank == 0, True
+        self.is_rank_0, self.is_shared = rank == 0, True
         self.device = torch.device("cpu")
 
     def agree(self, value: float) -> float:
@@ -309,7 +309,7 @@ def test_parts_of_an_earlier_try_do_not_get_into_a_snapshot(tmp_path: Path) -> N
     """A try that was cut short leaves a part record of the same step and rank behind."""
     stale = tmp_path / "step-00000001.0123456789ab.half"
     stale.mkdir()
-    tell(stale, 1, Part(), Disk())
+    report_part(stale, 1, Part(), Disk())
 
     def work(world: Worker) -> Store:
         if world.rank == 1:
@@ -367,7 +367,7 @@ def test_no_worker_is_left_waiting_when_none_fits(tmp_path: Path) -> None:
 
 
 def test_failure_of_a_worker_is_heard_before_the_others_are_done(tmp_path: Path) -> None:
-    tell(tmp_path, 2, Part(failure="its disk caught fire"), Disk())
+    report_part(tmp_path, 2, Part(failure="its disk caught fire"), Disk())
     with pytest.raises(SnapshotError, match="worker 2 could not write its part: its disk caught fire"):
         hear(tmp_path, range(3), patience_s=1e9, gave_up=str)
 
@@ -377,7 +377,7 @@ def test_full_disk_that_takes_only_an_empty_file_still_says_who_failed(tmp_path:
         def write(self, file: Any, data: memoryview) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    tell(tmp_path, 1, Part(failure="No space left on device"), NoRoomForBytes())
+    report_part(tmp_path, 1, Part(failure="No space left on device"), NoRoomForBytes())
     with pytest.raises(SnapshotError, match="worker 1 could not write its part: No space left on device"):
         hear(tmp_path, [1], patience_s=60, gave_up=str)
 

@@ -8,7 +8,6 @@ import pytest
 
 import manyhosts as mh
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import check_planned
 from manyhosts.errors import ConfigError
 
 
@@ -48,9 +47,9 @@ def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], words: st
 
 
 def test_a_plan_knows_it_without_copies_of_its_stages() -> None:
-    check_planned(mh.PipeDream(), None)
+    mh.PipeDream().check_planned(None)
     with pytest.raises(ConfigError, match="the strategy has stages=2, and a plan is for one copy over all workers"):
-        check_planned(mh.PipeDream(stages=2), None)
+        mh.PipeDream(stages=2).check_planned(None)
 
 
 @pytest.mark.parametrize(

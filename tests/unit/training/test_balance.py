@@ -24,8 +24,8 @@ class Workers:
         if parts is None:
             self.begin_anew(workers)
         else:
-            held = tuple(range(*Cut(workers, 0, 1, None).bounds(parts, rank)) for rank in range(workers))
-            self.cuts = [Cuts(Cut(parts, own.start, own.stop, None, held=held)) for own in held]
+            assignment = tuple(range(*Cut(workers, 0, 1, None).bounds(parts, rank)) for rank in range(workers))
+            self.cuts = [Cuts(Cut(parts, own.start, own.stop, None, assignment=assignment)) for own in assignment]
         self.balances = [Balance(partial(self.batches_of, rank)) for rank in range(workers)]
         self.steps, self.since = 0, Position()
         self.said: list[str] = []
@@ -39,8 +39,8 @@ class Workers:
 
     def shares(self) -> list[int]:
         cut = self.cuts[0].newest
-        if cut.held:
-            return [len(own) for own in cut.held]
+        if cut.assignment:
+            return [len(own) for own in cut.assignment]
         return [end - begin for begin, end in (cut.bounds(self.batch, rank) for rank in range(len(self.cuts)))]
 
     def step_s(self) -> float:
@@ -66,11 +66,12 @@ class Workers:
             reached = Position(0, self.steps * self.batch)
             said: list[Any] = [balance.hear(table, since=self.since, reached=reached) for balance in self.balances]
             assert len(set(said)) == 1, "all come to the same"
-            cuts = {own.newest.sizes if not own.newest.held else own.newest.held for own in self.cuts}
+            cuts = {own.newest.sizes if not own.newest.assignment else own.newest.assignment for own in self.cuts}
             assert len(cuts) == 1
             for rank, own in enumerate(self.cuts):
                 cut = own.newest
-                assert not cut.held or range(cut.first, cut.last) == cut.held[rank], "each computes its own parts"
+                own_parts = range(cut.first, cut.last)
+                assert not cut.assignment or own_parts == cut.assignment[rank], "each computes its own parts"
             self.said += [said[0]] if said[0] else []
             self.since = reached
 

@@ -110,14 +110,14 @@ def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
 
 
 def be_beside_the_one_that_records(last: LastSnapshot) -> None:
-    last.snapshot_schedule.store.apart, last.run_log.led = True, False
+    last.snapshot_schedule.store.separate_disks, last.run_log.led = True, False
 
 
 def audit(last: LastSnapshot) -> None:
     parts = last.snapshot_schedule.parts
-    parts.world.apart = True  # else one worker is refused: nobody could compute its parts again
+    parts.world.is_joining = True  # else one worker is refused: nobody could compute its parts again
     parts.auditor = Auditor(0.5, 0, parts.world, tensor_checksums)
-    parts.world.apart = False
+    parts.world.is_joining = False
 
 
 def compress(last: LastSnapshot) -> None:

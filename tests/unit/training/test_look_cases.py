@@ -448,12 +448,12 @@ def found(case: Case, seed: int = 0, count: int = COUNT) -> str:
     before = randomness.states(), {name: each.clone() for name, each in model.state_dict().items()}
     own = GENERATOR.get_state()
     seen = look_at(Look(forward, model, torch.device("cpu"), gradients=True, accumulates=True), piece, case.weight)
-    assert not seen.beside.get(CHANGES_GRADIENTS), "nobody changes any"
+    assert not seen.findings.get(CHANGES_GRADIENTS), "nobody changes any"
     assert not randomness.drawn_since(before[0]), "random numbers are as before"
     assert torch.equal(own, GENERATOR.get_state()), "those of the script's generators, too"
     assert all(torch.equal(each, before[1][name]) for name, each in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
-    if seen.beside.get(KEEPS):
+    if seen.findings.get(KEEPS):
         return "unknown"
     if seen.because:
         assert f"because {seen.because}" in not_tried(seen)

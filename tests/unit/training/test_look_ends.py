@@ -196,9 +196,9 @@ def test_what_is_kept_is_wrong_where_it_is_of_samples_or_one_worker_has_several_
     counts: bool, accumulates: bool
 ) -> None:
     model = Counts(counts=counts)
-    beside = seen_of(model, accumulates=accumulates).beside
-    assert beside[KEEPS] == "seen"
-    assert bool(beside[KEEPS_STATE]) == (counts or accumulates)
+    findings = seen_of(model, accumulates=accumulates).findings
+    assert findings[KEEPS] == "seen"
+    assert bool(findings[KEEPS_STATE]) == (counts or accumulates)
     assert model.seen == 0, "put back"
 
 
@@ -223,8 +223,8 @@ def halved(parameter: Tensor) -> None:
     ],
 )
 def test_hooks_are_those_of_the_copy_too(register: str, hook: Any, accumulates: bool, wrong: bool) -> None:
-    beside = seen_of(hooked(register, hook), gradients=True, accumulates=accumulates).beside
-    assert beside[CHANGES_GRADIENTS] == "0.weight" * wrong
+    findings = seen_of(hooked(register, hook), gradients=True, accumulates=accumulates).findings
+    assert findings[CHANGES_GRADIENTS] == "0.weight" * wrong
 
 
 def left_out_later(samples: list[Any]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import manyhosts as mh
 from manyhosts.config import overrides
+from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, TrainingError
 
 INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
@@ -31,6 +34,19 @@ def made(**changed: Any) -> mh.Run:
 
 def loss(run: mh.Run) -> Callable[[Any], torch.Tensor]:
     return lambda batch: run.models["two"](run.models["one"](batch[0])).square().mean()
+
+
+def loss_that_nobody_takes(run: mh.Run) -> torch.Tensor:
+    return loss(run)([INPUTS])
+
+
+def with_no_graph(rows: torch.Tensor) -> torch.Tensor:
+    return rows.detach().mean()
+
+
+def counting(run: mh.Run, count: Any) -> Callable[[Any], Any]:
+    """A loss that says that it is a mean over `count` for each sample."""
+    return lambda batch: {"loss": loss(run)(batch), "count": count if torch.is_tensor(count) else len(batch[0]) * count}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +92,35 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
             "'pair' is a tuple",
         ),
         (lambda run: run.log(pair=(1, 2)), r"'pair' is a tuple(.|\n)*where: run\.log"),
+        (lambda run: run.log(much=10**400), "'much' is a int"),
+        (lambda run: run.log(many=torch.ones(3)), r"'many' is a Tensor of shape \(3,\)"),
+        (lambda run: (yield), "gives a generator"),
+        (loss_that_nobody_takes, "nothing is done with"),
+        (lambda run: run.fit(print, "1 step"), "inside of a step"),
+        (lambda run: run.backward(lambda batch: run.backward(loss(run), "two"), "one"), "for each micro-batch"),
+        (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=-1.0)), "clip is -1"),
+        (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=math.nan)), "clip is nan"),
+        (lambda run: run.backward(counting(run, -1), "one"), "count is -4"),
+        (lambda run: run.backward(counting(run, math.nan), "one"), "count is nan"),
+        (lambda run: run.backward(counting(run, torch.ones(4)), "one"), r"'count' is a Tensor of shape \(4,\)"),
+        (lambda run: run.backward(lambda batch: batch[0].mean(0, True), "one", over_batch=torch.std), "1 rows for 4"),
+        (lambda run: run.backward(lambda batch: {"rows": batch[0]}, "one", over_batch=torch.std), "gives a dict"),
+        (
+            lambda run: run.backward(lambda batch: loss(run)(batch).detach(), "one"),
+            "any parameter that optimizer 'one'",
+        ),
+        (lambda run: run.backward(lambda batch: run.models["two"].bias.sum(), "one"), "that optimizer 'one' steps"),
+        (lambda run: run.backward(lambda batch: batch[0], "one", over_batch=torch.std), "that optimizer 'one' steps"),
+        (
+            lambda run: run.backward(lambda batch: run.models["one"](batch[0]), "one", over_batch=with_no_graph),
+            r"any parameter or row(.|\n)*over_batch",
+        ),
+        (lambda run: run.save("weights.pt"), "predict or save is called inside of a step"),
+        (lambda run: made(), r"mh\.Run\(…\) is called inside of a step"),
+        (lambda run: run.state.update(kept=[loss_that_nobody_takes(run)]), r"run\.state\['kept'\](.|\n)*test_own_loop"),
+        (lambda run: run.models["one"].register_parameter("more", nn.Parameter(torch.ones(2))), "module 'more'"),
+        (lambda run: setattr(run.models["two"], "weight", nn.Parameter(torch.ones(1, 2))), "or module 'weight'"),
+        (lambda run: run.models["one"].add_module("more", nn.Linear(2, 2)), "module 'more'"),
     ],
 )
 def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(
@@ -84,6 +129,7 @@ def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(
     with pytest.raises(ConfigError, match=words) as refused:
         made(run_dir=tmp_path).fit(step, "1 step")
     assert "mh.Trainer(" not in str(refused.value)
+    assert f"{__file__}, line " in refused.value.where, "the line of the step that asks for it"
 
 
 def test_setting_of_the_command_line_that_a_step_of_its_own_does_not_read_is_refused(
@@ -99,6 +145,65 @@ def test_verbs_outside_of_a_step_are_refused() -> None:
     run = made()
     with pytest.raises(ConfigError, match="outside of a step"):
         run.backward(loss(run), "one")
+    with pytest.raises(ConfigError, match="outside of a step"):
+        run.log(value=1.0)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_step_that_catches_what_broke_off_a_pass_ends_by_it(tmp_path: Path, goes_on: bool) -> None:
+    """Other workers may wait in that pass; and an update would be by gradients of half of it, or of none."""
+
+    def breaks_off(batch: Any) -> torch.Tensor:
+        raise KeyError("an odd sample")
+
+    def step(run: mh.Run) -> None:
+        run.backward(loss(run), "one")
+        with contextlib.suppress(KeyError):
+            run.backward(breaks_off, "one")
+        if goes_on:
+            run.update("one")
+
+    with pytest.raises(KeyError, match="an odd sample") as raised:
+        made(run_dir=tmp_path).fit(step, "2 steps")
+    assert "a step that catches it ends here" in "".join(raised.value.__notes__)
+
+
+def test_nan_that_the_step_catches_leaves_the_update_out(tmp_path: Path) -> None:
+    run = made(run_dir=tmp_path, on_bad_step="skip")
+
+    def step(run: mh.Run) -> None:
+        with contextlib.suppress(Exception):
+            run.backward(lambda batch: loss(run)(batch) * (math.nan if run.steps_done == 1 else 1.0), "one")
+            run.update("one")
+
+    run.fit(step, "3 steps")
+    losses = [
+        json.loads(line).get("loss")
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        if '"step", ' in line
+    ]
+    assert sum(each is None or not isinstance(each, float) or math.isnan(each) for each in losses) == 1
+
+
+def test_gradient_does_not_go_through_a_count(tmp_path: Path) -> None:
+    run, gradients = made(run_dir=tmp_path), []
+
+    def step(run: mh.Run) -> None:
+        def weighed(batch: Any) -> dict[str, torch.Tensor]:
+            return {"loss": loss(run)(batch), "count": run.models["one"](batch[0]).abs().sum()}
+
+        for each in (loss(run), weighed):
+            run.backward(each, "one")
+            gradients.append(run.models["one"].weight.grad.clone())
+            run.update("one", clip=1e-9)
+
+    run.fit(step, "1 step")
+    torch.testing.assert_close(*gradients)
+
+
+def test_first_step_that_trains_nothing_is_said(tmp_path: Path) -> None:
+    made(run_dir=tmp_path).fit(lambda run: run.log(value=1.0), "2 steps")
+    assert (tmp_path / "metrics.jsonl").read_text().count("it has trained nothing") == 1
 
 
 def test_only_the_named_optimizers_model_gets_a_gradient_and_gradients_add_up(tmp_path: Path) -> None:
@@ -389,3 +494,55 @@ def test_step_of_one_piece_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
         optimizer.step()
     assert len(batches) == 6
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_step_on_one_worker_is_seeded_around_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[tuple[int, ...]] = []
+    drawn: dict[str, list[float]] = {"before": [], "in": [], "after": []}
+    seed_compute = randomness.seed_compute
+
+    def noted(*address: int) -> None:
+        seeded.append(address)
+        seed_compute(*address)
+
+    monkeypatch.setattr(randomness, "seed_compute", noted)
+
+    def step(run: mh.Run) -> None:
+        drawn["before"].append(torch.rand(()).item())
+
+        def noisy(batch: Any) -> torch.Tensor:
+            drawn["in"].append(torch.rand(()).item())
+            return loss(run)(batch)
+
+        run.backward(noisy, "one")
+        run.update("one")
+        drawn["after"].append(torch.rand(()).item())
+
+    made(run_dir=tmp_path / "in one go", seed=5).fit(step, "4 steps")
+    assert seeded == [(5, randomness.OWN_STEP, done, *call) for done in range(4) for call in ((), (1, 0))]
+    first = {place: list(numbers) for place, numbers in drawn.items()}
+    assert len({number for numbers in first.values() for number in numbers}) == 12, "each is drawn from its own address"
+    made(run_dir=tmp_path / "again", seed=5).fit(step, "2 steps")
+    made(run_dir=tmp_path / "again", seed=5).fit(step, "4 steps")
+    assert {place: numbers[4:] for place, numbers in drawn.items()} == first, "a resumed run draws the same"
+
+
+@pytest.mark.parametrize("width", [3, 200])
+def test_norm_that_update_returns_is_that_of_all_gradients(width: int, tmp_path: Path) -> None:
+    norms: list[tuple[float, float]] = []
+    inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(2))
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: run.models["model"](batch[0]).square().mean())
+        expected = nn.utils.get_total_norm([each.grad for each in run.models.parameters() if each.grad is not None])
+        norms.append((run.update().item(), expected.item()))
+
+    run = mh.Run(
+        models=lambda: nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1)),
+        optimizers=lambda params: torch.optim.SGD(params, 0.01),
+        data=mh.Data(train=TensorDataset(inputs), batch_size=4),
+        run_dir=tmp_path,
+    )
+    run.fit(step, "2 steps")
+    for norm, expected in norms:
+        assert norm == pytest.approx(expected, rel=1e-6)

@@ -336,6 +336,21 @@ def test_validation_event_says_which_was_best(tmp_path: Path) -> None:
         best = min(best, event.values["loss"])
 
 
+def test_finished_run_keeps_the_record_of_what_trained_it(tmp_path: Path) -> None:
+    """Asked again with other settings it does no step, so nothing of them is what the run was made with."""
+    trainer(tmp_path).fit("2 epochs")
+    first = json.loads((tmp_path / "run.json").read_text())
+    state = (tmp_path / "provenance" / "state.json").read_bytes()
+    again = trainer(tmp_path, clip_gradients=1.0, precision="bf16").fit("1 epoch")
+    assert again.steps == 8
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record.pop("started") > first.pop("started")
+    assert record == first
+    assert (tmp_path / "provenance" / "state.json").read_bytes() == state
+    trainer(tmp_path, clip_gradients=1.0).fit("3 epochs")
+    assert json.loads((tmp_path / "run.json").read_text())["settings"]["clip_gradients"] == 1.0
+
+
 def test_second_fit_counts_what_is_done(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.fit("1 epoch")

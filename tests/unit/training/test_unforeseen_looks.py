@@ -236,9 +236,9 @@ def said_of(case: Case) -> str:
     before = {name: each.clone() for name, each in model.state_dict().items()}
     seen = look_at(Look(forward, model, torch.device("cpu"), gradients=True), piece, None)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
-    if seen.beside.get(CHANGES_GRADIENTS):
+    if seen.findings.get(CHANGES_GRADIENTS):
         return "gradient"
-    if seen.because or seen.beside.get(KEEPS):
+    if seen.because or seen.findings.get(KEEPS):
         return "unknown"
     return "wrong" if choose(seen) == NO_MEAN else "right"
 

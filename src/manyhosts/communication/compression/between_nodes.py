@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manyhosts.communication.compression.exchange import Chunk, Compression, takes_full_tensors
+from manyhosts.communication.compression.exchange import Chunk, Compression, judge_of, takes_full_tensors
 from manyhosts.communication.link import Link
 
 
@@ -27,21 +26,15 @@ class BetweenNodes:
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
         self.full_tensors = takes_full_tensors(compression)
-
-    def worth_it(self, shape: torch.Size) -> bool:
-        """What the compression itself says of a tensor."""
-        judge = getattr(self.compression, "worth_it", None)
-        return True if judge is None else bool(judge(shape))
+        self.worth_it = judge_of(compression)
 
     def __call__(self, chunk: Chunk, link: Link) -> Tensor | None:
         """See `Compression`."""
         if link.inside is None or link.across is None:
             return self.compression(chunk, link)
         before = link.across.bytes_sent
-        if self.full_tensors:
-            sent = self._by_one(chunk, link.inside, link.across)
-        else:
-            sent = self._by_parts(chunk, link.inside, link.across)
+        exchange = self._by_one if self.full_tensors else self._by_parts
+        sent = exchange(chunk, link.inside, link.across)
         link.bytes_sent += link.across.bytes_sent - before
         return sent
 

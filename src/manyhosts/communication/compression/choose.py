@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from manyhosts import device
 from manyhosts.communication import volume
-from manyhosts.communication.compression.exchange import Chunk, Compression, takes_full_tensors, worth_it
-from manyhosts.communication.compression.feedback import CHUNK_BYTES, exchange
+from manyhosts.communication.compression.exchange import Chunk, Compression, worth_it
+from manyhosts.communication.compression.feedback import chunks_of, exchange
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.link import Link
 from manyhosts.communication.nodes import find_levels
@@ -146,7 +146,9 @@ def cost_of(
         elements += sum(parameter.numel() for parameter in large)
         if not large or rehearsed >= _SAMPLE:
             continue
-        for chunk in _chunks(large, full=takes_full_tensors(compression)):
+        shapes = [parameter.shape for parameter in large]
+        values = torch.randn(sum(shape.numel() for shape in shapes), device=large[0].device)
+        for chunk, _ in chunks_of(compression, values, shapes, range(len(shapes))):
             if rehearsed < _SAMPLE:
                 chunks.append(chunk)
                 rehearsed += chunk.values.numel()
@@ -189,17 +191,6 @@ def choose(costs: Mapping[str, Cost], network: Network, *, compute_s: float, hid
     }
     limit = TOLERANCE * min(seconds.values())
     return Choice(next(name for name in BY_LOSS if name in seconds and seconds[name] <= limit), seconds, network)
-
-
-def _chunks(parameters: Sequence[nn.Parameter], *, full: bool) -> list[Chunk]:
-    shapes = [parameter.shape for parameter in parameters]
-    device = parameters[0].device
-    count = sum(shape.numel() for shape in shapes)
-    if full:
-        return [Chunk(torch.randn(count, device=device), shapes, range(len(shapes)))]
-    length = CHUNK_BYTES // 4
-    sizes = [min(length, count - begin) for begin in range(0, count, length)]
-    return [Chunk(torch.randn(size, device=device), [torch.Size((size,))], [0]) for size in sizes]
 
 
 TIMED_STEPS = 4
@@ -252,5 +243,4 @@ class Stopwatch:
             for name in BY_LOSS
         }
         choice = choose(costs, network, compute_s=compute_s, hidden_s=hidden_s)
-        name = BY_LOSS[int(world.agree(BY_LOSS.index(choice.name)))]
-        return Choice(name, choice.step_seconds, choice.network)
+        return replace(choice, name=BY_LOSS[int(world.agree(BY_LOSS.index(choice.name)))])

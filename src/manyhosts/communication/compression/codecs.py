@@ -6,7 +6,7 @@ once, not once per worker. Costs what a ring costs: `2 (W-1)/W` of the encoded s
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -23,60 +23,57 @@ BLOCK = 256
 _STEPS = 127
 
 
-class Codec(Protocol):
-    """Rows of numbers as rows of bytes, and back."""
+class ThroughOwners(ABC):
+    """Exchanges chunks as rows of bytes."""
 
-    block: int
+    block = 1
     """The length of a row is a multiple of this."""
 
+    def __init__(self, _config: DDP | None = None) -> None:
+        """What the table of compressions calls: nothing of the settings changes anything here."""
+        super().__init__()
+
+    @abstractmethod
     def encode(self, rows: Tensor) -> Tensor:
         """Shape (rows, elements), floating point → (rows, bytes), uint8."""
 
+    @abstractmethod
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """Shape (rows, bytes), uint8 → (rows, elements) in the dtype of `like`."""
 
-
-class ThroughOwners:
-    """Exchanges chunks encoded by `codec`."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-
     def __call__(self, chunk: Chunk, link: Link) -> Tensor:
         """See `Compression`."""
-        values, codec = chunk.values, self.codec
+        values = chunk.values
         count = values.numel()
-        part = -(-count // (link.size * codec.block)) * codec.block
+        part = -(-count // (link.size * self.block)) * self.block
         own = functional.pad(values, (0, part * link.size - count)).view(link.size, part)
         mine = own[link.rank]  # what an owner keeps for itself needs no rounding
-        wire = codec.encode(own)
-        sent = codec.decode(wire, own)
+        wire = self.encode(own)
+        sent = self.decode(wire, own)
         sent[link.rank] = mine
-        received = codec.decode(link.all_to_all(wire), own)
+        received = self.decode(link.all_to_all(wire), own)
         received[link.rank] = mine
         total = received.sum(0)
-        spread = link.all_gather(codec.encode(total[None])[0])
-        result = codec.decode(spread, own)
+        spread = link.all_gather(self.encode(total[None])[0])
+        result = self.decode(spread, own)
         sent[link.rank] -= total - result[link.rank]  # what the second rounding dropped is the owner's to keep
         values.copy_(result.view(-1)[:count])
         return sent.view(-1)[:count]
 
 
-class Bf16Codec:
+class Bf16Codec(ThroughOwners):
     """Two bytes for each number: the range of fp32, 8 bits that matter."""
 
-    block = 1
-
     def encode(self, rows: Tensor) -> Tensor:
-        """See `Codec`."""
+        """See `ThroughOwners`."""
         return rows.to(torch.bfloat16).view(torch.uint8)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
-        """See `Codec`."""
+        """See `ThroughOwners`."""
         return wire.view(torch.bfloat16).to(like.dtype)
 
 
-class Fp16Codec:
+class Fp16Codec(ThroughOwners):
     """Two bytes for each number, two more for the scale of a row: its own range is too small. 11 bits matter.
 
     The scale is a power of two that brings a row's largest number to just below 2**15, so nothing overflows, whatever a
@@ -85,10 +82,8 @@ class Fp16Codec:
     owner adds in full precision, so there is no narrow sum to guard.)
     """
 
-    block = 1
-
     def encode(self, rows: Tensor) -> Tensor:
-        """See `Codec`."""
+        """See `ThroughOwners`."""
         largest = torch.linalg.vector_norm(rows, ord=float("inf"), dim=1, keepdim=True)
         _, exponents = torch.frexp(torch.nan_to_num(largest, nan=1.0, posinf=1.0))
         shift = (_TOP - exponents).clamp(-_EXPONENTS, _EXPONENTS).to(torch.int16)
@@ -96,13 +91,13 @@ class Fp16Codec:
         return torch.cat([scaled.view(torch.uint8), shift.view(torch.uint8)], 1)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
-        """See `Codec`."""
+        """See `ThroughOwners`."""
         numbers = wire[:, :-2].contiguous().view(torch.float16).to(like.dtype)
         shift = wire[:, -2:].contiguous().view(torch.int16)
         return numbers.mul_(torch.exp2(-shift.to(like.dtype)))
 
 
-class Int8Codec:
+class Int8Codec(ThroughOwners):
     """One byte for each number, four more for the scale of each block: that of the largest of its 256 numbers.
 
     Source: Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", arXiv:1511.04561, with one scale per
@@ -112,7 +107,7 @@ class Int8Codec:
     block = BLOCK
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See `Codec`."""
+        """See `ThroughOwners`."""
         count = rows.shape[0]
         blocks = rows.reshape(count, -1, BLOCK)
         scales = torch.linalg.vector_norm(blocks, ord=float("inf"), dim=2, keepdim=True).div_(_STEPS).float()
@@ -121,24 +116,9 @@ class Int8Codec:
         return torch.cat([numbers.view(torch.uint8).view(count, -1), scales.view(torch.uint8).view(count, -1)], 1)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
-        """See `Codec`."""
+        """See `ThroughOwners`."""
         count, bytes_in_row = wire.shape
         blocks = bytes_in_row // (BLOCK + 4)
         numbers = wire[:, : blocks * BLOCK].view(torch.int8).reshape(count, blocks, BLOCK).to(like.dtype)
         scales = wire[:, blocks * BLOCK :].contiguous().view(torch.float32).view(count, blocks, 1)
         return numbers.mul_(scales).view(count, -1)
-
-
-def bf16(_config: DDP) -> ThroughOwners:
-    """What the table of compressions calls."""
-    return ThroughOwners(Bf16Codec())
-
-
-def fp16(_config: DDP) -> ThroughOwners:
-    """The same."""
-    return ThroughOwners(Fp16Codec())
-
-
-def int8(_config: DDP) -> ThroughOwners:
-    """The same."""
-    return ThroughOwners(Int8Codec())

@@ -10,7 +10,7 @@ that each must obey, and the tests hold:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,10 +42,13 @@ class Compression(Protocol):
 
 def worth_it(compression: Compression, parameter: nn.Parameter, *, above: int) -> bool:
     """Whether the gradient of `parameter` is sent through `compression`: small ones cost more than they save."""
-    if not parameter.is_floating_point() or parameter.numel() < above:
-        return False
-    judge = getattr(compression, "worth_it", None)
-    return True if judge is None else bool(judge(memory_shape(parameter)))
+    is_large = parameter.is_floating_point() and parameter.numel() >= above
+    return is_large and judge_of(compression)(memory_shape(parameter))
+
+
+def judge_of(compression: Compression) -> Callable[[torch.Size], bool]:
+    """What says whether tensors of a shape are worth it: all of them, where `compression` has no word in it."""
+    return getattr(compression, "worth_it", lambda shape: True)
 
 
 def takes_full_tensors(compression: Compression) -> bool:

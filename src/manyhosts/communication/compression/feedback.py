@@ -77,6 +77,17 @@ def exchange(
     return values.sum().isfinite()
 
 
+def chunks_of(
+    compression: Compression, values: Tensor, shapes: Sequence[torch.Size], keys: Sequence[int]
+) -> list[tuple[Chunk, slice]]:
+    """What is exchanged at a time of `values`, which are tensors of these shapes, with its place among them."""
+    if takes_full_tensors(compression):
+        return [(Chunk(values, shapes, keys), slice(0, values.numel()))] if values.numel() else []
+    length = max(1, CHUNK_BYTES // values.element_size())
+    places = [slice(begin, min(begin + length, values.numel())) for begin in range(0, values.numel(), length)]
+    return [(Chunk(values[at], [values[at].shape], keys[:1]), at) for at in places]
+
+
 class Compressor:
     """Exchanges what is large through `compression`."""
 
@@ -103,7 +114,7 @@ class Compressor:
         """Whether a step may have to be undone: then what the compression remembers is copied before each."""
         self._settled = False
         """Whether `next_residual` is what was kept before the step under way."""
-        self._remembered: Any = None
+        self._remembered: dict[str, Any] = {}
         """What the compression remembered before the step under way."""
 
     def takes(self, parameter: nn.Parameter) -> bool:
@@ -112,7 +123,7 @@ class Compressor:
 
     def lay_out(self, parts: Sequence[tuple[Tensor, Sequence[nn.Parameter]]]) -> None:
         """Take the compressible part of each bucket: its memory and the parameters in it. What was kept stays kept."""
-        residual, other = self.residual(), self._by_key("next_residual")
+        residual, other = self.by_key("residual"), self.by_key("next_residual")
         self.sendings = []
         for values, parameters in parts:
             wide = torch.promote_types(values.dtype, torch.float32)
@@ -120,15 +131,14 @@ class Compressor:
             keys = [self.key_of[parameter] for parameter in parameters]
             self.sendings.append(_Sending(values, parameters, keys, memory[0], memory[1]))
         self.keep(residual)
-        for key, tensor in self._by_key("next_residual").items():
+        for key, tensor in self.by_key("next_residual").items():
             tensor.copy_(other.get(key, tensor))
 
     def begin(self, scale: Tensor | None) -> None:
         """A step begins whose loss is multiplied by `scale`, shape (); None for 1. Called by all workers."""
         self.confirm()
         self.comm_queue.ready()
-        if self.revocable and (remembers := getattr(self.compression, "state_dict", None)) is not None:
-            self._remembered = copy.deepcopy(remembers())
+        self._remembered = copy.deepcopy(self.shared_state()) if self.revocable else {}
         self.scale, self._factor = (None if scale is None else scale.clone()), None
         if self.scale is not None or self.unit is not None:
             # Multiplied in where it is added: to bring all of it to another unit takes a pass over the memory.
@@ -138,17 +148,9 @@ class Compressor:
         """Begin to exchange the compressible part of bucket `number`."""
         sending = self.sendings[number]
         sending.queue, sending.sound = [], []
-        for chunk, place in self._chunks(sending):
+        shapes = [memory_shape(parameter) for parameter in sending.parameters]
+        for chunk, place in chunks_of(self.compression, sending.values, shapes, sending.keys):
             sending.queue.append(self.comm_queue.submit(partial(self._exchange, sending, chunk, place)))
-
-    def _chunks(self, sending: _Sending) -> list[tuple[Chunk, slice]]:
-        values = sending.values
-        if takes_full_tensors(self.compression):
-            shapes = [memory_shape(parameter) for parameter in sending.parameters]
-            return [(Chunk(values, shapes, sending.keys), slice(0, values.numel()))] if values.numel() else []
-        length = max(1, CHUNK_BYTES // values.element_size())
-        places = [slice(begin, min(begin + length, values.numel())) for begin in range(0, values.numel(), length)]
-        return [(Chunk(values[at], [values[at].shape], sending.keys[:1]), at) for at in places]
 
     def _exchange(self, sending: _Sending, chunk: Chunk, at: slice, link: Link) -> None:
         """The life of a chunk, in a communication queue."""
@@ -166,8 +168,6 @@ class Compressor:
 
     def settle(self) -> None:
         """Remember what this step dropped, unless a sum is no number: such a step is left out by the scaler."""
-        if not self.feedback:
-            return
         sound = [flag for sending in self.sendings for flag in sending.sound]
         if not sound:
             return
@@ -191,22 +191,18 @@ class Compressor:
 
     def confirm(self) -> None:
         """The step under way counts: it will not be undone."""
-        self._settled, self._remembered = False, None
+        self._settled, self._remembered = False, {}
 
     def step_back(self) -> None:
         """The step under way broke off and will be done again: keep what was kept before it."""
         if self._settled:
             self._swap()
             self.unit = self._unit_before
-        if self._remembered is not None:
-            self.compression.load_state_dict(self._remembered)  # type: ignore[attr-defined]  # it has a state_dict
+        self.take_shared(self._remembered)
         self.confirm()
 
-    def residual(self) -> dict[int, Tensor]:
-        """What this worker keeps, by the number of the parameter, in its shape."""
-        return self._by_key("residual")
-
-    def _by_key(self, memory: Literal["residual", "next_residual"]) -> dict[int, Tensor]:
+    def by_key(self, memory: Literal["residual", "next_residual", "values"]) -> dict[int, Tensor]:
+        """What `memory` has, by the number of the parameter, in its shape: what this worker keeps is its `residual`."""
         return {
             key: gradient_view(part, parameter)
             for sending in self.sendings
@@ -221,23 +217,18 @@ class Compressor:
 
     def keep(self, residual: Mapping[int, Tensor]) -> None:
         """Add what was kept elsewhere or before to what is kept here."""
-        own = self.residual()
+        own = self.by_key("residual")
         for key, tensor in residual.items():
             if key in own:
                 own[key].add_(tensor.to(own[key]))
 
     def errors(self) -> dict[int, Tensor]:
         """Of each parameter: the norm of what this worker keeps over the norm of the summed gradient."""
-        found: dict[int, Tensor] = {}
-        for sending in self.sendings:
-            sizes = [parameter.numel() for parameter in sending.parameters]
-            for key, residual, summed in zip(
-                sending.keys, sending.residual.split(sizes), sending.values.split(sizes), strict=True
-            ):
-                found[key] = residual.norm() / summed.to(residual.dtype).norm().clamp(
-                    min=torch.finfo(residual.dtype).tiny
-                )
-        return found
+        summed = self.by_key("values")
+        return {
+            key: kept.norm() / summed[key].to(kept.dtype).norm().clamp(min=torch.finfo(kept.dtype).tiny)
+            for key, kept in self.by_key("residual").items()
+        }
 
     def shared_state(self) -> dict[str, Any]:
         """What the compression itself remembers, equal on all workers."""
@@ -253,7 +244,7 @@ class Compressor:
     def state_dict(self) -> dict[str, Any]:
         """What is kept, of this worker alone, and what the compression itself remembers, equal on all."""
         return {
-            "kept": {str(key): tensor / _number(self.unit) for key, tensor in self.residual().items()},
+            "kept": {str(key): tensor / _number(self.unit) for key, tensor in self.by_key("residual").items()},
             "compression": self.shared_state(),
         }
 

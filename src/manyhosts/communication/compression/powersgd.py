@@ -27,8 +27,8 @@ class PowerSGD:
 
     full_tensors = True
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, config: DDP) -> None:
+        self.rank = config.powersgd_rank
         self.q: dict[int, Tensor] = {}
         """Of each tensor by its key, what its Q was in the step before; shape (columns, rank), equal on all workers."""
 
@@ -77,8 +77,3 @@ def _summed_at_once(link: Link, matrices: list[Tensor]) -> list[Tensor]:
     flat = link.all_reduce(torch.cat([matrix.reshape(-1) for matrix in matrices]))
     parts = flat.split([math.prod(matrix.shape) for matrix in matrices])
     return [part.view(matrix.shape) for part, matrix in zip(parts, matrices, strict=True)]
-
-
-def make(config: DDP) -> PowerSGD:
-    """What the table of compressions calls."""
-    return PowerSGD(config.powersgd_rank)

@@ -1,4 +1,4 @@
-"""Which code is behind the name of a compression."""
+"""The module of each compression, by its name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from manyhosts.config.compression import GROUP, OWN
 from manyhosts.config.strategies import DDP
 from manyhosts.table import Table
 
-_PLACES = {"powersgd": "powersgd:make", "topk": "topk:make"}
+_PLACES = {
+    "bf16": "codecs:Bf16Codec",
+    "fp16": "codecs:Fp16Codec",
+    "int8": "codecs:Int8Codec",
+    "powersgd": "powersgd:PowerSGD",
+    "topk": "topk:TopK",
+}
 COMPRESSIONS: Table[Callable[[DDP], Compression]] = Table(
     kind="compression",
     group=GROUP,
-    own={name: f"manyhosts.communication.compression.{_PLACES.get(name, f'codecs:{name}')}" for name in OWN},
+    own={name: f"manyhosts.communication.compression.{_PLACES[name]}" for name in OWN},
 )
 
 

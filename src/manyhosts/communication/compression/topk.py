@@ -1,4 +1,4 @@
-"""Top-k: each worker sends its largest numbers and where they stand; the rest waits in what it keeps.
+"""Top-k: each worker sends its largest numbers and their positions; the rest waits in what it keeps.
 
 Source: Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021.
 """
@@ -18,8 +18,8 @@ _SAMPLE = 1 << 15
 class TopK:
     """Sends the `fraction` of the numbers that are largest in absolute value: 8 bytes for each, to every worker."""
 
-    def __init__(self, fraction: float) -> None:
-        self.fraction = fraction
+    def __init__(self, config: DDP) -> None:
+        self.fraction = config.topk_fraction
 
     def __call__(self, chunk: Chunk, link: Link) -> Tensor:
         """See `Compression`."""
@@ -38,7 +38,7 @@ class TopK:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where the `count` numbers of `values` stand that are largest in absolute value; shape (count,).
+    """The positions of the `count` numbers of `values` that are largest in absolute value; shape (count,).
 
     Looks first for those above what a sample promises, and sorts only them: ten times as fast on a CPU.
     """
@@ -51,8 +51,3 @@ def largest(values: Tensor, count: int) -> Tensor:
         if len(candidates) >= count:
             return candidates[sizes[candidates].topk(count, sorted=False).indices]
     return sizes.topk(count, sorted=False).indices
-
-
-def make(config: DDP) -> TopK:
-    """What the table of compressions calls."""
-    return TopK(config.topk_fraction)

@@ -324,7 +324,7 @@ class ForkServerProcess:
 
 
 def keep_store(listening: int) -> int:
-    """Serve the store that workers meet at, on a socket that listens already, until this process is killed.
+    """Serve the store of the workers' rendezvous, on a socket that listens already, until this process is killed.
 
     torch is loaded when the first worker connects, if it is not there yet: a program that never asks costs nothing.
     """

@@ -1,4 +1,4 @@
-"""Looks at the workers of a host from outside: are they stopped, do they compute, and where does their Python stand?
+"""Looks at the workers of a host from outside: are they stopped, do they compute, and where is their Python?
 
 The stack comes from the worker's own faulthandler, which writes it on a signal whatever Python or C code is doing.
 """

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from manyhosts.cluster import reports
 from manyhosts.cluster.reports import Reporter
 
 _MOST_ELEMENTS = 1 << 20
@@ -261,7 +262,7 @@ class ScriptFaults:
 
     def _report(self, fault: str, **fields: object) -> None:
         if not self.is_off:
-            known = {name: self._account.get(name) for name in ("workers", "world", "apart")}
+            known = {name: self._account.get(name) for name in ("workers", "world", reports.IN_PARTS)}
             self._reporter.send("fault", fault=fault, host=os.uname().nodename, **known, **fields)
 
 

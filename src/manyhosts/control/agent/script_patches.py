@@ -67,7 +67,7 @@ def _watch_over_stores(rendezvous: Any) -> None:
 
 
 def _choose_store(rendezvous: Any) -> None:
-    """Have workers meet at the run's store only where they mean it.
+    """Have workers use the run's store only where they mean it.
 
     A script that chooses a port for processes of its own has no store there yet: torch must open one, as it does
     without a launcher. With the launcher's word that there is one, its processes would wait for it until they time out.

@@ -176,7 +176,7 @@ class ScriptProbe:
         """Takes out what looks closely."""
         self._batch: object = None
         self._fingerprints, self._learning = Fingerprints(), Learning()
-        self._account: dict[str, Any] = {"workers": workers, "world": 0, "apart": False, "optimizer": False}
+        self._account: dict[str, Any] = {"workers": workers, "world": 0, reports.IN_PARTS: False, "optimizer": False}
         self._account |= {"shapes": 0, "weights": None, "samples": None, "libraries": []}
         self._account |= {"learning": "", "moved": [], "largest": 0.0}
         self._account |= {"host": os.uname().nodename, "gpu": None}
@@ -313,7 +313,7 @@ class ScriptProbe:
             size = distributed.get_world_size() if together else 0
             parts = sys.modules["torch.distributed.distributed_c10d"]._world.pg_map if together else ()
             self._account["world"] = max(size, self._account["world"])
-            self._account["apart"] |= any(group.size() < size for group in parts) or self._uses_other_ways()
+            self._account[reports.IN_PARTS] |= any(group.size() < size for group in parts) or self._uses_other_ways()
 
     def _uses_other_ways(self) -> bool:
         rpc = sys.modules.get("torch.distributed.rpc")
@@ -326,7 +326,7 @@ class ScriptProbe:
             weights = [each for group in optimizer.param_groups for each in group["params"]]
             self._account["gpu"] = gpu_of(weights[0])
             if any(is_cut_up(each) for each in weights):
-                self._account["apart"] = True
+                self._account[reports.IN_PARTS] = True
             else:
                 self._account["shapes"] = zlib.crc32(" ".join(str(list(each.shape)) for each in weights).encode())
                 self._fingerprints.add("weights", weights)
@@ -343,7 +343,7 @@ class ScriptProbe:
             with contextlib.suppress(Exception):
                 fingerprints = self._fingerprints.read()
                 self._account |= {"weights": fingerprints.pop("weights", None), "samples": fingerprints or None}
-            if self.done >= LOOKS and not self._account["apart"]:
+            if self.done >= LOOKS and not self._account[reports.IN_PARTS]:
                 with contextlib.suppress(Exception):
                     moved, largest = self._learning.sketch()
                     self._account |= {"learning": self._learning.trouble(), "moved": moved, "largest": largest}

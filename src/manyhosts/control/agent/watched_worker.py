@@ -108,7 +108,7 @@ class WatchedWorker:
         return [*theirs, writing]
 
     def take_stack(self) -> str:
-        """What it, and the processes that it has forked, have written about where they stand since the last call."""
+        """What it, and the processes that it has forked, have written about where they are since the last call."""
         text = b""
         with contextlib.suppress(OSError):
             while self._stack_pipe >= 0 and (chunk := os.read(self._stack_pipe, 1 << 16)):

@@ -1,6 +1,6 @@
 """The workers of one host: started by its fork server, sent messages and signals, ended.
 
-The same fork server starts the process that keeps a store for them to meet at.
+The same fork server starts the process that keeps a store for their rendezvous.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Precheck:
 
 
 def place_of(node: Node, port: int) -> Place:
-    """Where the host of a node can be connected to. Workers meet at a store on the first one."""
+    """Where the host of a node can be connected to. The workers' store is on the first one."""
     facts = node.facts
     assert facts is not None, "its agent has come"
     return Place(

@@ -25,7 +25,7 @@ _EXCHANGES = (
 )
 """A worker in one of these waits for other workers."""
 _LOADERS = ("/torch/utils/data/", "/manyhosts/data/")
-_BACKWARD = "_engine_run_backward"
+_BACKWARD = ("_engine_run_backward", "backward_from")
 """The last Python frame of a backward pass: DistributedDataParallel exchanges gradients below it."""
 _FOUNDATION = "/manyhosts/control/"
 """What starts the script and watches it: its frames are of no interest to anybody."""
@@ -85,7 +85,7 @@ def exchange(stack: Sequence[Frame]) -> str:
 
 def is_backward(stack: Sequence[Frame]) -> bool:
     """Whether it is in a backward pass, where gradients may be exchanged."""
-    return any(frame.function == _BACKWARD for frame in stack[:2])
+    return any(frame.function in _BACKWARD for frame in stack[:2])
 
 
 def is_loading(stack: Sequence[Frame]) -> bool:

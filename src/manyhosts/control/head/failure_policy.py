@@ -40,7 +40,7 @@ class FailurePolicy:
         """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
         self._recurring: tuple[str, int | None] | None = None
-        """What the last restart was for, where that will come again if it comes once more."""
+        """What the last restart was for, where that will come again if it comes again."""
         self._trouble: dict[str, str] = {}
         """By host: why it can start no worker."""
         self._exit_code = 0

@@ -1,7 +1,7 @@
 """Who trains together: which workers there are, which continue when one is lost, and in which order.
 
 It decides and does nothing: `membership.GroupCoordinator` passes messages to it and carries out its decisions. The
-ranks of those that stay keep their order, so that the leader (rank 0) is always one that has trained before.
+ranks of those that stay keep their order, so that rank 0 is always one that has trained before.
 
 Where several workers make one copy of a model, each has a part of it for as long as it lives. Between two steps all
 copies are equal, so any that have all parts make one, also if they were in several before. A worker for whose
@@ -81,8 +81,8 @@ class GroupState:
     def add(self, member: Member) -> None:
         """A worker was started."""
         if self.layout and member.part < 0:
-            held = [other.part for other in self.members.values()]
-            member.part = min(range(self.parts), key=held.count)
+            taken = [other.part for other in self.members.values()]
+            member.part = min(range(self.parts), key=taken.count)
         self.members[member.number] = member
         if not member.late:
             self.order.append(member.number)

@@ -203,7 +203,7 @@ class HangMonitor:
         return sight
 
     def _note_wait(self, sight: Sight, cpu_s: float, now: float) -> None:
-        """Remember since when a worker has stood in the same exchange, or has been stopped."""
+        """Remember since when a worker has been in the same exchange, or has been stopped."""
         before = self._waits.get(sight.member)
         if not (sight.exchange or sight.is_stopped):
             self._waits.pop(sight.member, None)

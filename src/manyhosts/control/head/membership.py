@@ -41,7 +41,7 @@ class Hosts(Protocol):
         """Kill a worker; its end is reported as usual, with `why` as the reason."""
 
     def open_store(self, then: Callable[[str, int], None]) -> None:
-        """See that there is a store for workers to meet at, and call back with its address and port."""
+        """See that there is a store for the workers' rendezvous, and call back with its address and port."""
 
     def close_store(self) -> None:
         """Have everybody who waits for others of the present group wait no more."""
@@ -182,7 +182,7 @@ class GroupCoordinator:
             self.group_state.add(successor)
             self._hosts.start_late(successor)
             self._expect(successor)
-        self._hosts.close_store()  # some may be on their way to meet the one that is gone
+        self._hosts.close_store()  # some may be waiting for the one that is gone
         self._begin()
         return True
 

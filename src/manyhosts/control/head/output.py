@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhosts.cluster.reports import IN_PARTS
 from manyhosts.control.display import Display
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.tracebacks import (
@@ -120,7 +121,7 @@ class ScriptFaults:
             self._warn("mode", _MODE.format(samples=fields["samples"]))
         seen = self._validations[generation]
         seen.setdefault(rank, fields)
-        together = fields["workers"] == fields["world"] and not fields["apart"]
+        together = fields["workers"] == fields["world"] and not fields[IN_PARTS]
         if len(seen) < fields["workers"] or fields["workers"] == 1 or not together:
             return
         same = {(each["samples"], each["batches"], each["fingerprint"]) for each in seen.values()}
@@ -249,7 +250,7 @@ def diverged(accounts: list[Account]) -> str:
     """Why workers that all make steps do not train one model together; empty where they do, as far as is known."""
     count = len(accounts)
     largest = max(each["world"] for each in accounts)
-    if any(each["apart"] for each in accounts):
+    if any(each[IN_PARTS] for each in accounts):
         return ""
     if largest <= 1:
         libraries = [name for name in _WAYS_TOGETHER if name in accounts[0]["libraries"]]
@@ -366,11 +367,11 @@ class WorkerOutput:
             if not self._state.trainer_seen:
                 self._state.display.warn(f"manyhosts: {option} had no effect, because the script made no mh.Trainer")
 
-    def tell_of_gaps(self, node: Node, rank: int, why: str) -> None:
+    def report_gaps(self, node: Node, rank: int, why: str) -> None:
         """The log of a worker cannot be written. What it prints is shown all the same."""
         self._state.display.warn(f"manyhosts: the log of rank {rank} on host {node.name} is incomplete: {why}")
 
-    def tell_of_unshown(self, node: Node, rank: int, lines: int) -> None:
+    def report_unshown(self, node: Node, rank: int, lines: int) -> None:
         """A worker has printed more than is passed on."""
         which = f"{lines} line{'s' if lines > 1 else ''} of rank {rank} on host {node.name}"
         why = "printed faster than they could be passed on; its log has them"

@@ -162,7 +162,7 @@ class Head:
     def _open_store(self) -> None:
         """See that there is a fresh store for workers that start together, on the host of the first.
 
-        Those of a Trainer meet through the channel, and take a port for it only.
+        Those of a Trainer have their rendezvous through the channel, and take a port for it only.
         """
         store, listens = self._worker_group.store, not self._state.job.uses_manyhosts
         store.close()
@@ -396,8 +396,8 @@ class Head:
                 self._worker_group.regroup.note_report(message.member, message.kind)
                 self._news.take_report(rank, message.kind, message.fields)
             case protocol.LinesDropped():
-                self._news.tell_of_unshown(node, rank, message.lines)
+                self._news.report_unshown(node, rank, message.lines)
             case protocol.Unlogged():
-                self._news.tell_of_gaps(node, rank, message.why)
+                self._news.report_gaps(node, rank, message.why)
             case protocol.Ended():
                 self._failure_policy.note_end(node, message)

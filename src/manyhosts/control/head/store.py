@@ -1,12 +1,12 @@
-"""Where workers meet: a small table that the head keeps, or a TCPStore that one of the hosts keeps.
+"""The rendezvous of the workers: a small table that the head keeps, or a TCPStore that one of the hosts keeps.
 
 Before workers are connected they exchange values through the table. Their questions come through agents
 (`cluster.store_line` lists them) and concern one group of workers, the newest. Where that has lost a worker, those
 that wait get an error, and so do later questions. The table is saved for a head that takes over, with the
 questions that wait.
 
-The TCPStore is for workers that do not meet through the channel, one at a time. Its port is taken when workers start,
-because their variables name it. Where workers are expected to meet through the channel, it is opened when one
+The TCPStore is for workers that do not use the channel, one at a time. Its port is taken when workers start,
+because their variables name it. Where workers are expected to use the channel, it is opened when one
 of them asks for it.
 """
 

@@ -289,7 +289,7 @@ class RunDirLock:
         try:
             self._lock = run_lock.take(run_dir, self.token, launches=True, succeeds=bool(succeeds))
         except OSError:
-            # Perhaps only the hosts have that disk. There the leader takes the lock, and says where it cannot.
+            # Perhaps only the hosts have that disk. There rank 0 takes the lock, and says where it cannot.
             run_lock.see_that_free(run_dir)
             self._lock = None
         if before is not None and before.launches and before.token != self.token:  # else it would hold the lock
@@ -353,7 +353,7 @@ def _short(run_dir: Path, folder: Path) -> str:
 def write_failed_summary(run_dirs: Iterable[Path], error: ManyhostsError) -> None:
     """Have each of `run_dirs` whose training has not come to its end say that it failed with `error`.
 
-    Those that this machine does not have are passed over: the record is where the leader was.
+    Those that this machine does not have are passed over: the record is where rank 0 was.
     """
     for directory in map(RunDirectory, run_dirs):
         if not (directory.run_json.exists() and directory.metrics.exists()):

@@ -19,7 +19,7 @@ NoteFailures = Callable[[Mapping[int, Failure]], None]
 
 
 class WorkerGroup:
-    """Who is which rank, where, and at which store they meet. What `regroup` needs of the hosts is here."""
+    """Who is which rank, where, and which store is their rendezvous. What `regroup` needs of the hosts is here."""
 
     def __init__(self, state: HeadState, agents: Agents, note_failures: NoteFailures) -> None:
         self._state, self._agents, self._note_failures = state, agents, note_failures

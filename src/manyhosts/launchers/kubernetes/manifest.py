@@ -149,7 +149,7 @@ def job_there(job: Job) -> Job:
     folder = Path(job.options.get("folder", UNPACKED))
     environment = dict(job.environment)
     if not keeps_record(job):
-        environment[run_directory.APART] = "1"  # each pod has a disk of its own
+        environment[run_directory.SEPARATE_DISKS] = "1"  # each pod has a disk of its own
     return replace(
         job,
         program=packing.program_there(job) if "folder" not in job.options else job.program,

@@ -119,7 +119,7 @@ def input_place(job: Job, name: str) -> str:
 
 def job_there(job: Job) -> Job:
     """`job` as its instances see it."""
-    environment = {**job.environment, run_directory.APART: "1"}  # each instance has a disk of its own
+    environment = {**job.environment, run_directory.SEPARATE_DISKS: "1"}  # each instance has a disk of its own
     return replace(
         job,
         program=packing.program_there(job),

@@ -53,7 +53,7 @@ def check(job: Job) -> None:
     """See that Slurm can be asked for `job`.
 
     Raises:
-        ConfigError: an option contradicts another, or a path cannot stand in a batch script.
+        ConfigError: an option contradicts another, or a path cannot be written in a batch script.
     """
     choices.yes(job.options, "requeue", default=True)
     choices.yes(job.options, "exclusive", default=False)
@@ -61,7 +61,7 @@ def check(job: Job) -> None:
     for what, value in (("working directory", str(job.folder)), ("run directory", str(job.run_dir))):
         if not value.isprintable() or '"' in value or "\\" in value:  # it would be read as another line or option
             raise ConfigError(
-                f"the {what} is {value!r}, which cannot stand in a batch script",
+                f"the {what} is {value!r}, which cannot be written in a batch script",
                 where=f"the {what}",
                 fix="use one whose path has no quotation marks, backslashes or control characters",
             )
@@ -71,7 +71,7 @@ def check(job: Job) -> None:
 
 def batch_script(job: Job) -> str:
     """The batch script. It becomes the head of the job, on its first node."""
-    run_dir = str(job.run_dir).replace("%", "%%")  # %j and the like stand for something
+    run_dir = str(job.run_dir).replace("%", "%%")  # %j and the like have a meaning there
     lines = {
         "--job-name": job.run_id,
         "--nodes": str(job.nodes),
@@ -164,7 +164,7 @@ class Slurm(Engine):
         check(job)
         if int(self._present.get("SLURM_STEP_ID", _FIRST_SPECIAL_STEP)) < _FIRST_SPECIAL_STEP:
             raise ConfigError(
-                "this is a task that srun has started, and would start all workers once more",
+                "this is a task that srun has started, and would start all workers again",
                 where="SLURM_STEP_ID",
                 fix="call `manyhosts run --on slurm` without srun: it calls srun itself",
             )

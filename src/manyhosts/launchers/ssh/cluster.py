@@ -93,7 +93,7 @@ class Cluster:
         self._ports = dict(zip((host.node for host in here), of_all(here, self._listen), strict=True))
         answers = of_all(here, lambda host: self._try_connections(host, here))
         places = [(host.address, self._ports[host.node]) for host in here]
-        version_check.see_that_they_meet([host.name for host in here], places, answers)
+        version_check.check_connections([host.name for host in here], places, answers)
 
     def _see_that_they_agree(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         if self._container is not None:
@@ -243,7 +243,7 @@ class Cluster:
         """The job, and what workers must know of the hosts' disks."""
         if not self._separate_disks:
             return self._job
-        return replace(self._job, environment={**self._job.environment, run_directory.APART: "1"})
+        return replace(self._job, environment={**self._job.environment, run_directory.SEPARATE_DISKS: "1"})
 
     # Agents.
 
@@ -290,7 +290,7 @@ class Cluster:
         met = [] if host.began else [other for other in others if other.away is None and other.connection.is_open]
         places = [(host.address, 0), *((other.address, self._ports[other.node]) for other in met)]
         names = [host.name, *(other.name for other in met)]
-        version_check.see_that_they_meet(names, places, [["", *self._try_connections(host, met)]])
+        version_check.check_connections(names, places, [["", *self._try_connections(host, met)]])
         self._files.see_that_none_has_changed()
         if not self._disks.find_late(host.node, host.connection):
             self._files.bring_to(host)

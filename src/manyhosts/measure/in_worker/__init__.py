@@ -1,4 +1,4 @@
-"""What a worker does in place of training: it measures, tells what it has found, and ends.
+"""What a worker does in place of training: it measures, reports what it has found, and ends.
 
 `begin()` is called before the script. A script that never comes to `fit` is ended too, with the reason.
 """

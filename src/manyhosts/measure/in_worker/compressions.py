@@ -14,7 +14,7 @@ from manyhosts.config.strategies import DDP
 from manyhosts.planner.measured import Compression
 
 _FEW, _MANY = 2, 8
-"""Workers that each is rehearsed for: two numbers tell what is summed from what goes to every other worker."""
+"""Workers that each is rehearsed for: two numbers distinguish what is summed from what goes to every other worker."""
 _ROUNDS = 3
 _EXACT = 1 << 40
 """Bytes that are sent for one, so that the volume of a collective is reported without rounding."""

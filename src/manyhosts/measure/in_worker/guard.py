@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import multiprocessing
 import os
+import signal
 import sys
 import threading
 from typing import Any, NoReturn
@@ -38,20 +41,26 @@ class Guard:
 
     def _steps(self, *_: Any) -> None:
         if os.getpid() == self._pid:
-            lines.tell("trains alone")
+            lines.send("trains alone")
             leave()
 
     def _late(self) -> None:
-        lines.tell("late", seconds=self._patience_s, made=self._made)
+        lines.send("late", seconds=self._patience_s, made=self._made)
         leave()
 
     def _ended(self) -> None:
         if os.getpid() == self._pid:
-            lines.tell("no fit", made=self._made)
+            lines.send("no fit", made=self._made)
 
 
 def leave() -> NoReturn:
-    """End this process here: nothing of the script that comes after is run."""
+    """End this process here: nothing of the script that comes after is run. Its loader processes end with it, which
+    would else look for it every five seconds (torch 2.13).
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    with contextlib.suppress(ValueError):  # not the main thread, where no handler is called
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's raises for one that a signal has ended
+    for each in multiprocessing.active_children():
+        each.kill()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What a worker does more where it holds parts of the model: units put together and taken apart, and small updates.
+"""What a worker does more where it holds parts of the model: units put together and split again, and small updates.
 
 The strategy itself is rehearsed, on this worker alone: `mirror`. The model is in parts afterwards.
 """
@@ -36,7 +36,7 @@ def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> 
     """Take about `seconds` for steps of `samples` samples, uncut and in parts. `update_s`: of the entire model.
 
     Raises:
-        ConfigError: this model cannot be held in parts.
+        ConfigError: this model cannot be kept in parts.
     """
     parts, batch = timed.parts, timed.batches.of(samples)
     piece = Piece(bring=lambda: batch, samples=samples, weight=1.0, address=(0, 0, 0))

@@ -1,11 +1,10 @@
-"""What a worker's machine has: cores, threads, memory; and what processes take of its cores."""
+"""What a worker's machine has: cores, threads, memory and what a copy takes; and what processes take of its cores."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -18,6 +17,9 @@ from manyhosts import device
 _START_OF_KERNEL = Path("/proc/sys/kernel/random/boot_id")
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Where a container's share of the memory is written: cgroup versions 2 and 1."""
+_COPIES = 5
+_MOST_BYTES = 64 << 20
+"""That are copied: more than a processor keeps near, and little compared with a model."""
 
 
 def name() -> str:
@@ -52,12 +54,6 @@ def process_bytes(processes: Iterable[int]) -> int:
     return found
 
 
-def give_back_memory() -> None:
-    """What the allocator keeps of memory that is free goes back to the system, where it is the C library of GNU."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def load() -> float:
     """Processes that ran or waited for a core in the last minute; 0 where it is not known."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -87,3 +83,21 @@ def memory_bytes(where: torch.device) -> int:
         except (OSError, ValueError):
             continue  # there is none, or it says "max"
     return most
+
+
+def copy_s_per_byte(where: torch.device, unit: int, total: int) -> float:
+    """Seconds that it takes to copy a byte of `total`, in pieces of `unit` bytes, into memory that was just got.
+
+    As in a step each piece is another one, so none of them is near yet.
+    """
+    total = min(total, _MOST_BYTES)
+    pieces = [torch.ones(min(unit, total) // 4 + 1, device=where) for _ in range(max(1, total // unit))]
+    times = []
+    for _ in range(_COPIES):
+        device.wait_for(where)
+        begin = time.perf_counter()
+        copies = [piece.clone() for piece in pieces]
+        device.wait_for(where)
+        times.append(time.perf_counter() - begin)
+        del copies
+    return statistics.median(times) / sum(piece.nbytes for piece in pieces)

@@ -12,15 +12,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyhosts import host_memory
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Strategy, check_planned, unit_patterns
+from manyhosts.config.strategies import DDP, Strategy
+from manyhosts.config.strategy_settings import own_or
 from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
+from manyhosts.errors import ConfigError
 from manyhosts.events import Listener
 from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
     compressions,
-    copying,
     cutting,
     in_parts,
     loading,
@@ -84,11 +86,17 @@ class Measurer(Watcher):
     def begins(self, parts: Parts, settings: Settings, state: RunState) -> None:
         """Measure. A few steps of the loop follow."""
         self.guard.come()
-        check_planned(settings.strategy, settings.mesh)
+        if parts.own_step is not None:
+            raise ConfigError(
+                "a step of mh.Run is the script's own code, whose passes and updates no one can time one by one",
+                where="run.fit",
+                fix="`manyhosts study` measures any script by running it at several sizes",
+            )
+        settings.strategy.check_planned(settings.mesh)
         if self.request.together:
             self.together = several_workers.measure(parts, settings, state, self.request.seconds)
             if not getattr(getattr(parts.source, "loader", None), "processes", 0) or not self.together["steps"]:
-                several_workers.tell(parts.world, self.together)
+                several_workers.report(parts.world, self.together)
                 leave()
             self.full_steps = several_workers.FullSteps(parts.world)
             return
@@ -96,7 +104,7 @@ class Measurer(Watcher):
         self._measure(self.timed, parts, settings, state)
         self.timed.batches.forget()
         self.found["process_bytes"] = self._process_bytes(parts)
-        lines.tell("measures", what="a few steps")
+        lines.send("measures", what="a few steps")
         self.until = time.perf_counter() + _STEPS_S * self.request.seconds
 
     def reads(self, step: Step) -> Step:
@@ -109,10 +117,10 @@ class Measurer(Watcher):
         self.marks[-1]["computed"] = time.perf_counter()
 
     def steps(self, step: int) -> None:
-        """Note when; after some steps, tell what was found, and end."""
+        """Note when; after some steps, report what was found, and end."""
         if self.full_steps is not None:
             if self.full_steps.are_over():
-                several_workers.tell(self.full_steps.world, {**self.together, "full_step_s": self.full_steps.seconds})
+                several_workers.report(self.full_steps.world, {**self.together, "full_step_s": self.full_steps.seconds})
                 leave()
             return
         self.marks[-1]["updated"] = time.perf_counter()
@@ -122,7 +130,7 @@ class Measurer(Watcher):
         self.found["step_other_s"] = max(0.0, around(self.marks) - self.found["update_s"])
         self.found["in_parts"] = self._in_parts()
         measured = Measured(**self.found)
-        lines.tell("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
+        lines.send("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
         leave()
 
     def _process_bytes(self, parts: Parts) -> int:
@@ -132,7 +140,7 @@ class Measurer(Watcher):
         """
         for parameter in parts.trained.parameters():
             parameter.grad = None
-        machine.give_back_memory()
+        host_memory.give_back()
         own = machine.process_bytes([os.getpid()])
         if self.found["device"] != "cpu" or not own:
             return 0
@@ -143,7 +151,7 @@ class Measurer(Watcher):
         """The last thing: the model is in parts then. Where it cannot be, no way with parts is planned."""
         if self.timed is None or not self.found["unit_bytes"] or self.found["device"] != "cpu":
             return None
-        lines.tell("measures", what="the model in parts")
+        lines.send("measures", what="the model in parts")
         try:
             return in_parts.measure(
                 self.timed,
@@ -158,27 +166,28 @@ class Measurer(Watcher):
     def _measure(self, timed: Passes, parts: Parts, settings: Settings, state: RunState) -> None:
         """Everything but what a step takes besides its parts."""
         asked = [size for size in self._sizes(timed.batches, parts, settings) if timed.batches.can_be(size)]
-        lines.tell("measures", what="forward and backward passes")
+        lines.send("measures", what="forward and backward passes")
         begun, busy = time.perf_counter(), time.process_time()
         compute = passes.measure(timed, asked, self._seconds("passes"))
         pass_cores = (time.process_time() - busy) / (time.perf_counter() - begun)
         largest = compute[-1]
         self.found = {"compute": compute, "pass_cores": pass_cores, **_counted(parts, settings)}
         self.found |= cutting.measure(timed, largest.samples)
-        self.strategy, self.devices = plain_strategy(settings.strategy), machine.devices(parts.world.device)
+        self.strategy = plain_strategy(settings.strategy.planned(settings.mesh))
+        self.devices = machine.devices(parts.world.device)
         self._measure_gradients(timed, parts, settings, largest.samples)
-        lines.tell("measures", what="the loader")
+        lines.send("measures", what="the loader")
         step_s = largest.forward_s + largest.backward_s + self.found["update_s"]
         self.found |= loading.measure(parts, state, step_s=step_s, seconds=self._seconds("loader"))
         self.found["validate_every_steps"] = validate_every(settings, parts, step_s * parts.batch / largest.samples)
         if self.validation is not None:
-            lines.tell("measures", what="the validation")
+            lines.send("measures", what="the validation")
             per_sample = validating.measure(self.validation.first, parts.model, seconds=self._seconds("validation"))
             self.found |= {"validation_samples": self.validation.samples, "validation_s_per_sample": per_sample}
 
     def _measure_gradients(self, timed: Passes, parts: Parts, settings: Settings, samples: int) -> None:
         """What is done with a gradient: the update, the buckets that it leaves in, and ways to send less of it."""
-        lines.tell("measures", what="the update and the buckets of gradients")
+        lines.send("measures", what="the update and the buckets of gradients")
         update_s, kept, passing = updating.measure(
             parts,
             timed,
@@ -187,7 +196,7 @@ class Measurer(Watcher):
             seconds=self._seconds("update"),
         )
         trained = [parameter for parameter in parts.trained.parameters() if parameter.requires_grad]
-        ddp = settings.strategy if isinstance(settings.strategy, DDP) else DDP()
+        ddp = own_or(DDP(), settings.strategy)
         bucket_bytes = int(ddp.bucket_mb * 1e6)
         seconds = self._seconds("readiness")
         buckets = readiness.measure(timed, trained, bucket_bytes=bucket_bytes, samples=samples, seconds=seconds)
@@ -199,8 +208,8 @@ class Measurer(Watcher):
             "gradient_bytes": sum(bucket.bytes for bucket in buckets),
         }
         if settings.virtual_workers is None:  # they add every bit of the gradients
-            lines.tell("measures", what="ways to send less")
-            seconds = self._seconds("compressions")
+            lines.send("measures", what="ways to send less")
+            seconds = self._seconds("compressions") + self._seconds("validation") * (self.validation is None)
             self.found["compression"] = compressions.measure(ddp, trained, bucket_bytes=bucket_bytes, seconds=seconds)
 
     def _seconds(self, name: str) -> float:
@@ -251,12 +260,11 @@ def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:
     steps = parts.source.steps_per_epoch
     dataset = getattr(getattr(parts.source, "order", None), "used", None)
     total, strategy = _bytes(parts.trained.parameters()), settings.strategy
-    patterns = unit_patterns(strategy)
-    units = unit_bytes(parts.model, patterns, total=total)
+    units = unit_bytes(parts.model, strategy.patterns, total=total)
     return {
         "parameter_bytes": total,
         "unit_bytes": units,
-        "copy_s_per_byte": copying.measure(parts.world.device, max(units), total) if units else 0.0,
+        "copy_s_per_byte": machine.copy_s_per_byte(parts.world.device, max(units), total) if units else 0.0,
         "buffer_bytes": _bytes(parts.trained.buffers()),
         "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * parts.batch,
         "global_batch": parts.batch,
@@ -270,7 +278,7 @@ def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:
         "threads": machine.threads(),
         "load": machine.load(),
         "device_memory_bytes": machine.memory_bytes(parts.world.device),
-        "tail_bytes": tail_bytes(parts.model, patterns),
+        "tail_bytes": tail_bytes(parts.model, strategy.patterns),
     }
 
 

@@ -153,13 +153,14 @@ def spread(times: Sequence[float]) -> float:
 
 
 class SavedBytes:
-    """Within, counts what autograd saves: each piece of memory once, and none that belongs to `apart`.
+    """Within, counts what autograd saves: each piece of memory once, and none that belongs to `excluded`.
 
-    Parameters and buffers are saved by reference, so they are `apart`. What a checkpoint computes again is not saved.
+    Parameters and buffers are saved by reference, so they are `excluded`. What a checkpoint computes again is not
+    saved.
     """
 
-    def __init__(self, apart: Iterable[Tensor]) -> None:
-        self._apart = {_memory(tensor) for tensor in apart}
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        self._excluded = {_memory(tensor) for tensor in excluded}
         self._held: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
         self._hooks = saved_tensors_hooks(self._save, lambda saved: saved)
 
@@ -176,8 +177,8 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
     def _save(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and (place := _memory(tensor)) not in self._apart:
-            self._held[place] = tensor.untyped_storage()  # held, so that nothing else can get its address
+        if tensor.layout is torch.strided and (place := _memory(tensor)) not in self._excluded:
+            self._held[place] = tensor.untyped_storage()  # kept, so that nothing else can get its address
         return tensor.detach()  # the tensor itself would hold the graph that holds it
 
 
@@ -195,12 +196,12 @@ def of_pass(forward: Callable[[], Tensor], module: torch.nn.Module) -> tuple[int
         parameter.grad = None
     if not device.is_asynchronous(where):
         own = [*module.parameters(), *module.buffers()]
-        with SavedBytes(own) as saved, HeldBytes() as held, gradients_let_go(module):
-            held.leave_out(own)
+        with SavedBytes(own) as saved, HeldBytes() as watched, gradients_let_go(module):
+            watched.leave_out(own)
             loss = forward()
-            before = held.most = held.now
+            before = watched.most = watched.now
             loss.backward()
-        return saved.bytes, held.most - before
+        return saved.bytes, watched.most - before
     device.wait_for(where)
     memory = device.module(where)
     memory.reset_peak_memory_stats(where)

@@ -20,8 +20,9 @@ from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.strategy import Piece
 
-WAYS = ("powersgd", "none", "bf16", "topk")
-"""In this order, after the script's own, as far as there is time. Others send as one of these does."""
+WAYS = ("powersgd", "bf16", "none", "topk")
+"""As far as there is time, first those whose steps wait for cores, which less is known of than of a network. Others
+send as one of these does."""
 _WARM, _FEWEST, _MOST = 2, 2, 12
 """Steps of each way that are not timed, in which memory is got and the order of gradients found; and those that are."""
 
@@ -41,7 +42,8 @@ def measure(
     sent = volume.all_reduce_bytes(sum(each.nbytes for each in parts.trained.parameters()), world.size)
     shares = {"none": network.seconds(sent), "bf16": network.seconds(sent / 2)}
     own = strategy.config.compression
-    names = list(dict.fromkeys([own if isinstance(own, str) and own != "auto" else "none", *WAYS]))
+    own = own if isinstance(own, str) and own != "auto" else "none"
+    names = [*([] if own in WAYS else [own]), *WAYS]
     step, until = step_of(passes, settings, samples), time.perf_counter() + seconds
     strategy.steps = max(strategy.steps, strategy.config.compression_warmup)  # steps before that send all as it is
     for group in parts.optimizer.param_groups:
@@ -57,8 +59,8 @@ def measure(
         left = world.agree(until - time.perf_counter()) / (len(names) - number)
         count = max(_FEWEST, min(_MOST, math.floor(left / warm_s)))
         found[name] = statistics.median(_timed(step) for _ in range(count))
-    if strategy.config.compression != names[0]:
-        strategy.settle_on(names[0])  # the loop may follow
+    if strategy.config.compression != own:
+        strategy.settle_on(own)  # the loop may follow
     return found
 
 

@@ -28,21 +28,21 @@ from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
 _FEWEST = 3
-_SETTLE, _MOST, _FULL_S = 5, 15, 1.5
+_SETTLE, _MOST, _FULL_S = 5, 25, 2.5
 """Steps of the loop that do not count, for loaders begin with nothing and the loop looks at its first steps; then the
 most that do, and the seconds that they may take."""
-_SHARE, _STEPS_S, _PROBE_S = 0.25, 0.55, 0.15
-"""Shares of the time: for passes, for real steps, and for the network."""
+_SHARE, _PROBE_S = 0.15, 0.15
+"""Shares of the time, for passes and for the network; real steps have what is left."""
 _LINGER_S = 0.3
-_OWNERS_TIMES = 5
+_OWNERS_FEWEST, _OWNERS_MOST = 2, 5
 _SMALL_SUMS, _SMALL_COUNT = 20, 1 << 12
-_LARGE_SUMS, _LARGE_COUNT = 5, 1 << 19
-"""How many sums tell what they take of a core, and how many numbers are in each. A small one has some for every worker:
+_LARGE_SUMS, _LARGE_COUNT = 3, 1 << 18
+"""How many sums show what they take of a core, and how many numbers are in each. A small one has some for every worker:
 a worker that has no part of a sum is sent no message."""
 
 
 def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -> dict[str, Any]:
-    """Compute at the same time as the others, then talk to them, then do both. Returns what the leader tells of it."""
+    """Compute at the same time as the others, then talk to them, then do both. Returns what rank 0 reports."""
     world = parts.world
     batches = Batches(parts, state)
     grows = settings.batch_size is None
@@ -51,8 +51,9 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
     if not batches.can_be(samples):
         samples = batches.most
     passes = Passes(parts, batches)
-    if world.is_leader:
-        lines.tell("measures", what=f"{world.size} workers at once")
+    if world.is_rank_0:
+        lines.send("measures", what=f"{world.size} workers at once")
+    begin = time.perf_counter()
     passes.once(samples)
     world.barrier()
     until = time.perf_counter() + _SHARE * seconds
@@ -60,12 +61,12 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
     while len(times) < _FEWEST or time.perf_counter() < until:
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
-    owners = owners_bandwidth(world, sum(each.nbytes for each in parts.trained.parameters()) // 2)
+    payload = sum(each.nbytes for each in parts.trained.parameters()) // 2
+    owners = owners_bandwidth(world, payload, seconds=_PROBE_S * seconds)
     pass_s = world.agree(statistics.median(times))
-    steps = real_steps.measure(
-        passes, settings, samples=samples, pass_s=pass_s, network=network, seconds=_STEPS_S * seconds
-    )
     own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])
+    left = world.agree(begin + seconds - time.perf_counter())
+    steps = real_steps.measure(passes, settings, samples=samples, pass_s=pass_s, network=network, seconds=left)
     all_times, spreads, names, of_message, of_byte = zip(*map(json.loads, gather_words(world, own)), strict=True)
     return {
         "workers": world.size,
@@ -108,10 +109,10 @@ class FullSteps:
         return (settled[-1] - settled[0]) / (len(settled) - 1)
 
 
-def tell(world: World, said: Mapping[str, Any]) -> None:
-    """Have the leader tell what was found, and stay until all have what they wait for."""
-    if world.is_leader:
-        lines.tell("together", **said)
+def report(world: World, said: Mapping[str, Any]) -> None:
+    """Have rank 0 report what was found, and stay until all have what they wait for."""
+    if world.is_rank_0:
+        lines.send("together", **said)
     world.barrier()
     time.sleep(_LINGER_S)  # who ends first would break what the others still read
 
@@ -125,21 +126,25 @@ def processor_seconds(world: World) -> tuple[float, float]:
     return small / messages, max(0.0, large - small) / sent
 
 
-def owners_bandwidth(world: World, payload: int) -> float:
+def owners_bandwidth(world: World, payload: int, *, seconds: float) -> float:
     """Bytes that each worker sends in a second where `payload` is summed by the owners of its parts, as much of it as
-    goes at once: the middle one of a few times, and the same on every worker.
+    goes at once: the middle one of a few times, as far as `seconds` allow, and the same on every worker.
     """
     link = Link(world.rank, world.size, world.process_group)
     each = max(1, min(payload, CHUNK_BYTES // 2) // world.size)
     parts = torch.zeros(world.size, each, dtype=torch.uint8, device=world.device)
-    times = []
-    for _ in range(_OWNERS_TIMES):
+    times: list[float] = []
+    count = _OWNERS_FEWEST
+    while len(times) < count:
         world.barrier()
         begin = time.perf_counter()
         link.all_gather(link.all_to_all(parts)[0])
         device.wait_for(world.device)
         times.append(time.perf_counter() - begin)
-    return link.bytes_sent / _OWNERS_TIMES / max(world.agree(statistics.median(times)), 1e-9)
+        if len(times) == 1:
+            rounds = math.floor(seconds / max(world.agree(times[0]), 1e-9))
+            count = max(_OWNERS_FEWEST, min(_OWNERS_MOST, rounds))
+    return link.bytes_sent / count / max(world.agree(statistics.median(times)), 1e-9)
 
 
 def _busy(world: World, count: int, times: int) -> float:

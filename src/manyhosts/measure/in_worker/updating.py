@@ -57,11 +57,11 @@ def _passing_bytes(parts: Parts, clip: float | None) -> int:
     """What one more update holds at most in addition to all that is there before."""
     where = parts.world.device
     if not device.is_asynchronous(where):
-        held = HeldBytes()
-        with held:
-            held.leave_out(_tensors(parts))
+        watched = HeldBytes()
+        with watched:
+            watched.leave_out(_tensors(parts))
             _update(parts, clip)
-        return held.most
+        return watched.most
     memory = device.module(where)
     device.wait_for(where)
     memory.reset_peak_memory_stats(where)

@@ -1,4 +1,4 @@
-"""Updates by micro-batch: a step is as many rounds as a worker computes of its micro-batches, and then a meeting.
+"""Updates by micro-batch: a step is as many rounds as a worker computes of its micro-batches, and a synchronisation.
 
 A round of a worker is a pull, two passes and a push. The others compute meanwhile, so it takes as long as one worker
 needs by itself, or as long as a server is busy with all of them, whichever is more. What is planned for is that all are
@@ -20,9 +20,9 @@ from manyhosts.planner.step import Step, assemble, timeline
 from manyhosts.planner.strategies.ddp import TALLY_BYTES, way_of
 
 _COPIES = 3
-"""Of what is pulled or pushed, by who packs it and who takes it apart."""
+"""Of what is pulled or pushed, by who packs it and who unpacks it."""
 _TALLIES = 4
-"""Words from all to all at a meeting: what the optimizers keep, staleness, values and flags."""
+"""Words from all to all at a synchronisation: what the optimizers keep, staleness, values and flags."""
 
 
 class ServersModel:
@@ -52,7 +52,7 @@ class ServersModel:
         return replace(found, straggler=late, update=found.update * rounds)
 
     def memory(self, measured: Measured, group: Group) -> Memory:
-        """See `StrategyModel`. At a meeting there are the values of before, what a server keeps, and what all keep."""
+        """See `StrategyModel`. There are the values of before, what a server keeps, and what all keep."""
         model = model_bytes(measured, group.workers)
         after = model.parameters + model.optimizer
         kept = model.parameters + after // self._servers(group) + (after if group.workers > 1 else 0)
@@ -65,7 +65,7 @@ class ServersModel:
         """Seconds that a worker exchanges in a round where no other does, and that the busiest server does for all."""
         network = group.between if group.nodes > 1 else group.within
         others, servers = group.workers - 1, self._servers(group)
-        if isinstance(self.config, Hogwild):
+        if self.config.one_host:
             return 4 * network.latency_s, 0.0  # a question for a micro-batch, and a word that it is done
         way = self.config.compression
         pushed = measured.gradient_bytes if way == "none" else way_of(measured, way).reduced_bytes
@@ -81,6 +81,6 @@ class ServersModel:
 
     def _end_of_step(self, measured: Measured, group: Group) -> float:
         """Seconds until every worker has what all servers keep."""
-        kept = 0 if isinstance(self.config, Hogwild) else measured.parameter_bytes + measured.optimizer_bytes
+        kept = 0 if self.config.one_host else measured.parameter_bytes + measured.optimizer_bytes
         copied = _COPIES * (measured.parameter_bytes + kept) * measured.copy_s_per_byte
         return group.all_gather(kept / group.workers) + copied + _TALLIES * group.all_reduce(TALLY_BYTES)

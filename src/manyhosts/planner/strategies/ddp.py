@@ -18,7 +18,7 @@ from manyhosts.planner.step import Step, Timeline, assemble, exposed_after, time
 QUEUES = 2
 """In which the exchanges of a CPU compute at the same time: see `communication.comm_queue`. A GPU has one."""
 TALLY_BYTES = 64
-"""Of the loss and what workers tell each other in each step, about."""
+"""Of the loss and what workers send each other in each step, about."""
 CHUNK_BYTES = 8 << 20
 """Of a bucket, that go through a compression at a time."""
 
@@ -39,7 +39,7 @@ class DataParallelModel:
         straggler = min(step.straggler, left_s - compute)
         exposed = left_s - compute - straggler
         data_wait = step.data_wait
-        if data_wait and measured.loader_processes:  # they fetch while a step takes longer
+        if measured.loader_processes and (data_wait or tried.full_times):  # they fetch while a step takes longer
             data_wait = max(0.0, (tried.full_times or 1.0) * step.seconds - left_s - step.update - step.other)
         return replace(step, compute=compute, straggler=straggler, communication_exposed=exposed, data_wait=data_wait)
 

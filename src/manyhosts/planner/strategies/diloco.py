@@ -6,10 +6,10 @@ from manyhosts.config.local_steps import DiLoCo
 from manyhosts.planner.compute import cores_of, pass_cores
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
-from manyhosts.planner.memory import Memory, model_bytes, uncut
-from manyhosts.planner.step import Step, assemble, timeline
+from manyhosts.planner.memory import Memory
+from manyhosts.planner.step import Step, longer
 from manyhosts.planner.strategies.ddp import way_of, wire_of
-from manyhosts.planner.strategies.local_sgd import exposed_alone
+from manyhosts.planner.strategies.local_sgd import between_copies, inner_step, memory_of
 
 _KEPT = 5
 """Of each fragment: what all share, its momentum, what was dropped twice, and what travels."""
@@ -23,20 +23,17 @@ class DiLoCoModel:
 
     def step(self, measured: Measured, group: Group) -> Step:
         """See `StrategyModel`."""
-        lines = timeline(measured, group)
+        config, inner = self.config, inner_step(self.config, measured, group)
         if group.workers == 1:
-            return assemble(measured, group, lines, exposed=0.0)
-        config = self.config
-        alone = exposed_alone(measured, group, lines, by_node=config.inside_node == "exact")
-        inner = assemble(measured, group, lines, exposed=alone)
-        travels, computes = self._fragment(measured, group)
+            return inner
+        travels, computes = self._fragment(measured, between_copies(config, group))
         busy = computes * taken_from_passes(measured, group)
         waits = busy + max(0.0, travels - config.overlap_steps * inner.seconds)
-        return assemble(measured, group, lines, exposed=alone + waits * config.fragments / config.sync_every)
+        return longer(inner, 0.0, measured, exposed=waits * config.fragments / config.sync_every)
 
     def _fragment(self, measured: Measured, group: Group) -> tuple[float, float]:
         """Seconds that a fragment is on its way in all, and that workers compute for it meanwhile."""
-        share = 1 / self.config.fragments
+        share = 1 / self.config.fragments / self.config.shard
         if self.config.outer_compression == "none":
             return group.all_reduce(share * measured.gradient_bytes), 0.0
         way = way_of(measured, self.config.outer_compression)
@@ -46,8 +43,7 @@ class DiLoCoModel:
 
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`."""
-        kept = _KEPT * measured.gradient_bytes
-        return uncut(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+        return memory_of(self.config, measured, group, _KEPT * measured.gradient_bytes // self.config.shard)
 
 
 def taken_from_passes(measured: Measured, group: Group) -> float:

@@ -23,19 +23,21 @@ _TOLD_BYTES = 16
 class FullyShardedModel:
     """With the settings of `config`."""
 
-    def __init__(self, config: FSDP) -> None:
-        self.config = config
+    def __init__(self, config: FSDP, *, alone: bool = False) -> None:
+        """`alone`: copies step alone, and sum no gradients."""
+        self.config, self.alone = config, alone
 
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`."""
-        _units(measured)
-        return self._held(model_bytes(measured, group.workers), group.workers, shards(self.config, group))
+        units_of(measured)
+        return self.held_by(model_bytes(measured, group.workers), group.workers, shards(self.config, group))
 
-    def held(self, model: ModelBytes, workers: int) -> Memory:
+    def largest(self, model: ModelBytes, workers: int) -> Memory:
         """See `CutStrategyModel`. All of them share one copy."""
-        return self._held(model, workers, workers)
+        return self.held_by(model, workers, workers)
 
-    def _held(self, model: ModelBytes, workers: int, shard: int) -> Memory:
+    def held_by(self, model: ModelBytes, workers: int, shard: int) -> Memory:
+        """What each of `shard` workers holds of `model` who share a copy of it; `workers`: all of them."""
         gathered = gathered_share(self.config)
         return in_parts(model, shard=shard, workers=workers, zero=self.config.zero, gathered=gathered)
 
@@ -45,10 +47,10 @@ class FullyShardedModel:
         if group.workers == 1:
             return assemble(measured, group, lines, exposed=0.0)
         shard = shards(self.config, group)
-        copy, across = _of_a_copy(group, shard)
+        copy, across = of_a_copy(group, shard)
         exchange = _Exchange(measured, group, copy, self.config)
-        exposed = _exposed(self.config.zero, _units(measured), exchange, lines)
-        if shard < group.workers:
+        exposed = _exposed(self.config.zero, units_of(measured), exchange, lines)
+        if shard < group.workers and not self.alone:
             exposed += across.all_reduce(summed_share(self.config) * measured.gradient_bytes / shard)
         if not exchange.is_hidden:  # else it travels with the loss
             exposed += (lines.passes.micro_batches + 1) * exchange.reported + group.all_reduce(_TOLD_BYTES)
@@ -92,13 +94,13 @@ class _Exchange:
         self._copy_s_per_byte = slowdown(measured, group) * measured.copy_s_per_byte
         self._placed_s_per_byte = 0.0 if measured.in_parts else self._copy_s_per_byte
         """Of what passes over parts do themselves: where they were measured it is in there."""
-        self._shared = 0.0 if self.is_hidden else group.beside / (group.cores or measured.cores)
+        self._shared = 0.0 if self.is_hidden else group.per_machine / (group.cores or measured.cores)
         """Seconds of all the machine's cores for each that every worker keeps one busy."""
         self.busy_passes = min(1.0, self._shared * pass_cores(measured))
         """The share of the machine's cores that the passes of its workers keep busy."""
 
     def gathering(self, unit: int) -> float:
-        """Its parameters, until every worker has all. Gloo copies them once more, during the passes."""
+        """Its parameters, until every worker has all. Gloo copies them again, during the passes."""
         received = self._factor * unit
         copied = 0.0 if self.is_hidden else self._copy_s_per_byte * received
         wire = self.copy.all_gather(received / self.copy.workers)
@@ -176,7 +178,7 @@ def _leaving(units: Sequence[int], exchange: _Exchange, seconds: float) -> Itera
     yield Transfer(ready=seconds, wire=exchange.summing(rest))
 
 
-def _of_a_copy(group: Group, shard: int) -> tuple[Group, Group]:
+def of_a_copy(group: Group, shard: int) -> tuple[Group, Group]:
     """The workers that share a copy of the model, and those that hold the same part of each copy."""
     if shard == group.workers:
         return group, group.shared_by(1, 1)
@@ -186,7 +188,12 @@ def _of_a_copy(group: Group, shard: int) -> tuple[Group, Group]:
     return group.shared_by(nodes, group.workers_per_node), group.shared_by(group.nodes // nodes, 1)
 
 
-def _units(measured: Measured) -> tuple[int, ...]:
+def units_of(measured: Measured) -> tuple[int, ...]:
+    """Bytes of the parameters of each unit, those of no unit last.
+
+    Raises:
+        ConfigError: there are none.
+    """
     if not measured.unit_bytes:
         raise ConfigError(
             "this model was not found to train in parts",

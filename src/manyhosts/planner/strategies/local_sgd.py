@@ -6,13 +6,16 @@ slowest in each. Where several machines have several workers each, those of a ma
 
 from __future__ import annotations
 
-from manyhosts.config.local_steps import LocalSGD
+from dataclasses import replace
+
+from manyhosts.config.local_steps import DiLoCo, LocalSGD
 from manyhosts.planner.group import Group
 from manyhosts.planner.measured import Measured
 from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer, last_end
-from manyhosts.planner.step import Step, Timeline, assemble, timeline
+from manyhosts.planner.step import Step, Timeline, assemble, longer, timeline
 from manyhosts.planner.strategies.ddp import TALLY_BYTES
+from manyhosts.planner.strategies.fsdp import FullyShardedModel, of_a_copy
 
 _AT_ONCE = 25_000_000
 """Bytes of the model that travel together: see `strategies.local_updates`."""
@@ -26,20 +29,42 @@ class LocalSGDModel:
 
     def step(self, measured: Measured, group: Group) -> Step:
         """See `StrategyModel`."""
-        lines = timeline(measured, group)
+        inner = inner_step(self.config, measured, group)
         if group.workers == 1:
-            return assemble(measured, group, lines, exposed=0.0)
-        model = measured.parameter_bytes + measured.buffer_bytes
+            return inner
+        model = -(-measured.parameter_bytes // self.config.shard) + measured.buffer_bytes
         messages = -(-model // _AT_ONCE)
-        mean = messages * group.all_reduce(model / messages)
-        exposed = exposed_alone(measured, group, lines, by_node=self.config.inside_node == "exact")
-        return assemble(measured, group, lines, exposed=exposed + mean / self.config.sync_every)
+        mean = messages * between_copies(self.config, group).all_reduce(model / messages)
+        return longer(inner, 0.0, measured, exposed=mean / self.config.sync_every)
 
     def memory(self, measured: Measured, group: Group) -> Memory:
         """See `StrategyModel`. The copy of the model that travels is there when activations are not."""
         model = model_bytes(measured, group.workers)
-        copy = model.parameters + model.buffers if group.workers > 1 else 0
-        return uncut(model, workers=group.workers, strategy=max(0, copy - model.activations))
+        copy = model.parameters // self.config.shard + model.buffers if group.workers > 1 else 0
+        return memory_of(self.config, measured, group, max(0, copy - model.activations))
+
+
+def inner_step(config: LocalSGD | DiLoCo, measured: Measured, group: Group) -> Step:
+    """A step without what those that step alone exchange when they synchronise."""
+    if config.shard > 1:
+        return FullyShardedModel(config.copy, alone=True).step(measured, group)
+    lines = timeline(measured, group)
+    by_node = config.inside_node == "exact"
+    exposed = exposed_alone(measured, group, lines, by_node=by_node) if group.workers > 1 else 0.0
+    return assemble(measured, group, lines, exposed=exposed)
+
+
+def between_copies(config: LocalSGD | DiLoCo, group: Group) -> Group:
+    """Those that synchronise: workers, or of copies in parts those that hold the same part."""
+    return of_a_copy(group, config.shard)[1] if config.shard > 1 else group
+
+
+def memory_of(config: LocalSGD | DiLoCo, measured: Measured, group: Group, kept: int) -> Memory:
+    """What a worker holds that keeps so many bytes to synchronise with others."""
+    if config.shard == 1:
+        return uncut(model_bytes(measured, group.workers), workers=group.workers, strategy=kept)
+    memory = FullyShardedModel(config.copy).memory(measured, group)
+    return replace(memory, strategy=memory.strategy + kept)
 
 
 def exposed_alone(measured: Measured, group: Group, lines: Timeline, *, by_node: bool) -> float:

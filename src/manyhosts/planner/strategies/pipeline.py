@@ -31,7 +31,7 @@ class PipelineModel:
         cuts = self._cuts(measured, group.workers) if self.config.cuts == MEASURED else None
         return self._held(model_bytes(measured, group.workers), group.workers, cuts)
 
-    def held(self, model: ModelBytes, workers: int) -> Memory:
+    def largest(self, model: ModelBytes, workers: int) -> Memory:
         """See `CutStrategyModel`. Nothing of it was timed, so it is cut by memory where it is not by layers."""
         return self._held(model, workers, None)
 
@@ -48,9 +48,9 @@ class PipelineModel:
             share = sum(parameters[stage] for stage in own) / max(1, model.parameters)
             flight = most_held(order.passes[worker]) * sum(blocks[stage] for stage in own) / len(own) / len(sizes)
             activations = flight * model.together * model.activations
-            held = part_of(model, share, activations=activations, workers=workers, at_start=_LOOK * model.parameters)
+            memory = part_of(model, share, activations=activations, workers=workers, at_start=_LOOK * model.parameters)
             older = sum((self.config.most_versions(stage, stages) - 1) * parameters[stage] for stage in own)
-            found.append(replace(held, strategy=held.strategy + round(older)))
+            found.append(replace(memory, strategy=memory.strategy + round(older)))
         return max(found, key=lambda each: each.total)
 
     def step(self, measured: Measured, group: Group) -> Step:
@@ -69,7 +69,7 @@ class PipelineModel:
         computed, all_there = seconds_of(order, cost), seconds_of(order, cost, group.message(sent))
         largest = max(loads([float(block.parameter_bytes) for block in measured.blocks], cuts))
         updated = largest * self.config.updates(len(sizes))
-        return step_of(same, group, compute=computed, exposed=all_there - computed, held=updated)
+        return step_of(same, group, compute=computed, exposed=all_there - computed, updated=updated)
 
     def _cuts(self, measured: Measured, workers: int) -> list[int]:
         stages = workers * self.config.per_worker

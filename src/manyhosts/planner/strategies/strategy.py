@@ -28,7 +28,7 @@ class StrategyModel(Protocol):
 class CutStrategyModel(StrategyModel, Protocol):
     """One whose workers hold parts of the model."""
 
-    def held(self, model: ModelBytes, workers: int) -> Memory:
+    def largest(self, model: ModelBytes, workers: int) -> Memory:
         """What one of so many workers holds of `model` at most."""
 
 
@@ -42,9 +42,12 @@ STRATEGIES: Table[Callable[[Any], StrategyModel]] = Table(
         "pipeline": "manyhosts.planner.strategies.pipeline:make",
         "pipedream": "manyhosts.planner.strategies.pipeline:make",
         "tensor": "manyhosts.planner.strategies.tensor:make",
+        "fsdp+tensor": "manyhosts.planner.strategies.sharded_layers:make",
         "virtual-workers": "manyhosts.planner.strategies.virtual:make",
         "local-sgd": "manyhosts.planner.strategies.local_sgd:make",
         "diloco": "manyhosts.planner.strategies.diloco:make",
+        "fsdp+diloco": "manyhosts.planner.strategies.diloco:make",
+        "fsdp+local-sgd": "manyhosts.planner.strategies.local_sgd:make",
         "parameter-server": "manyhosts.planner.strategies.asynchronous:ServersModel",
         "hogwild": "manyhosts.planner.strategies.asynchronous:ServersModel",
     },

@@ -1,7 +1,7 @@
 """Virtual workers: parts of a batch computed one by one, whose gradients are added in one fixed tree.
 
 A bucket travels in two halves: each worker gets its chunk of all sums (all-to-all), adds, and sends the result to all.
-The first halves leave during the backward pass of a worker's last part; the second half of a stretch begins after the
+The first halves leave during the backward pass of a worker's last part; the second half of a segment begins after the
 first half of the 32nd one after it, so those of a gradient below 64 MB begin when the pass is over.
 """
 
@@ -17,7 +17,7 @@ from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer, last_end
 from manyhosts.planner.step import Step, Timeline, assemble, timeline
 
-STRETCH_BYTES, LAG = 2_000_000, 32
+SEGMENT_BYTES, LAG = 2_000_000, 32
 """See `communication.tree_sum`: the pace of workers that compute on a CPU. On a GPU nothing is cut."""
 
 
@@ -49,24 +49,24 @@ def gradients_kept(parts: int, workers: int) -> int:
 
 
 def _halves(measured: Measured, group: Group, lines: Timeline) -> Iterator[Transfer]:
-    """Every half of every stretch, in the order in which they leave."""
+    """Every half of every segment, in the order in which they leave."""
     sums = _sums_left(measured.virtual_workers or group.workers, group.workers)
     under_way: list[int] = []
     for bucket in measured.buckets:
         ready = lines.when(bucket.ready)
-        count = max(1, round(bucket.bytes / STRETCH_BYTES)) if measured.device == "cpu" else 1
+        count = max(1, round(bucket.bytes / SEGMENT_BYTES)) if measured.device == "cpu" else 1
         for _ in range(count):
-            stretch = bucket.bytes // count
-            yield Transfer(ready=ready, wire=group.all_to_all(sums * stretch))
-            under_way.append(stretch)
+            segment = bucket.bytes // count
+            yield Transfer(ready=ready, wire=group.all_to_all(sums * segment))
+            under_way.append(segment)
             if measured.device == "cpu" and len(under_way) > LAG:
                 yield Transfer(ready=ready, wire=_second(group, under_way.pop(0)))
-    for stretch in under_way:
-        yield Transfer(ready=lines.ends, wire=_second(group, stretch))
+    for segment in under_way:
+        yield Transfer(ready=lines.ends, wire=_second(group, segment))
 
 
-def _second(group: Group, stretch: int) -> float:
-    return group.all_gather(stretch / group.workers)
+def _second(group: Group, segment: int) -> float:
+    return group.all_gather(segment / group.workers)
 
 
 def _sums_left(parts: int, workers: int) -> float:

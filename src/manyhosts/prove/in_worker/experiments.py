@@ -1,7 +1,7 @@
 """Is a sample the same when it is read again, and a piece when it is computed again, or in halves?
 
-Two trials cannot tell, so it is tried inside one. All workers do the same with the same samples, in a model whose state
-is put back each time; so what differs between them depends on the worker.
+Two trials do not show it, so it is tried inside one. All workers do the same with the same samples, in a model whose
+state is put back each time; so what differs between them depends on the worker.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Kept:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether several of its values stand at one place, as in an expanded tensor."""
+    """Whether several of its values share one place, as in an expanded tensor."""
     return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -20,7 +20,7 @@ _handles: list[Any] = []
 
 
 def count_no_more() -> None:
-    """A trainer of ours tells its steps itself."""
+    """A trainer of ours reports its steps itself."""
     while _handles:
         _handles.pop().remove()
 
@@ -61,25 +61,25 @@ class PlainScript:
     def _weights(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The parameters of `optimizer` by the names of the model that holds most of them."""
         if id(optimizer) not in self.names:
-            held = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
-            model = _model_of(held)
+            optimized = {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+            model = _model_of(optimized)
             named = {} if model is None else dict(model.named_parameters())
-            own = {name: tensor for name, tensor in named.items() if id(tensor) in held}
+            own = {name: tensor for name, tensor in named.items() if id(tensor) in optimized}
             known = {id(tensor) for tensor in own.values()}
-            rest = [tensor for key, tensor in held.items() if key not in known]
+            rest = [tensor for key, tensor in optimized.items() if key not in known]
             self.names[id(optimizer)] = {**own, **{f"(parameter {place})": tensor for place, tensor in enumerate(rest)}}
             if model is not None:
                 self.buffers[id(optimizer)] = model
         return self.names[id(optimizer)]
 
 
-def _model_of(held: dict[int, Tensor]) -> nn.Module | None:
-    """The module with most of the parameters `held`; of equal ones the innermost, which no wrapper has renamed."""
+def _model_of(optimized: dict[int, Tensor]) -> nn.Module | None:
+    """The module with most of the parameters `optimized`; of equal ones the innermost, which no wrapper has renamed."""
     best: tuple[int, int, nn.Module] | None = None
     for thing in gc.get_objects():
         if not issubclass(type(thing), nn.Module):
             continue
-        count = sum(id(parameter) in held for parameter in thing.parameters())
+        count = sum(id(parameter) in optimized for parameter in thing.parameters())
         depth = sum(1 for _ in thing.modules())
         if count and (best is None or (count, -depth) > (best[0], -best[1])):
             best = count, depth, thing

@@ -21,7 +21,7 @@ from manyhosts.prove.in_worker.experiments import Experiments, fetcher_of
 from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
-from manyhosts.strategies.strategy import HandsOut, StepOutcome
+from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
 
@@ -87,7 +87,6 @@ class Recorder(Watcher):
             "samples": step.samples,
             "shards": step.shards,
             "taken": [int(index) for index in step.taken],
-            "own": [int(index) for piece in pieces if piece.plan.weight for index in piece.plan.indices],
             "data": {
                 str(int(index)): digest
                 for piece in pieces
@@ -98,7 +97,8 @@ class Recorder(Watcher):
             },
             "before": self._digests(),
         }
-        self.pieces = [[int(index) for index in piece.plan.indices] for piece in pieces]
+        self.pieces = [[int(index) for index in piece.plan.indices if piece.plan.weight] for piece in pieces]
+        self.line["own"] = [index for piece in self.pieces for index in piece]
         changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
         self.calm.freeze(self.parts.trained)
         self.calm.samples = [[int(index) for index in piece.plan.indices] for piece in pieces] or [[]]
@@ -111,9 +111,8 @@ class Recorder(Watcher):
 
     def differentiates(self, outcome: StepOutcome) -> None:
         """Note losses and gradients."""
-        strategy = self.parts.strategy
-        if isinstance(strategy, HandsOut):  # every worker was given all pieces
-            self.line["own"] = [index for number in strategy.computed for index in self.pieces[number]]
+        if (computed := self.parts.strategy.computed) is not None:  # every worker was given all pieces
+            self.line["own"] = [index for number in computed for index in self.pieces[number]]
         gradients = {name: tensor.grad for name, tensor in self._weights().items() if tensor.grad is not None}
         self.line |= {
             "values": {name: float(value) for name, value in outcome.values.items()},

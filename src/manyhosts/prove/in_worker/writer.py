@@ -46,7 +46,7 @@ class Writer:
         """Leave the script, once every worker is here: one that left early would break what others still exchange."""
         if not self.rank:
             (self.folder / "imports.json").write_text(json.dumps(imported_since(self._modules)))
-        self._meet("ended")
+        self._barrier("ended")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -57,7 +57,7 @@ class Writer:
         if _has_snapshot():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _meet(self, word: str) -> None:
+    def _barrier(self, word: str) -> None:
         (self.folder / f"{word}-{self.rank}").touch()
         size = int(os.environ.get("WORLD_SIZE", "1"))
         self._wait(lambda: len(list(self.folder.glob(f"{word}-*"))) >= size, _PATIENCE_S)

@@ -1,1 +1,1 @@
-"""Strategies in which each micro-batch is an update of its own, and all workers meet at the end of a step."""
+"""Strategies in which each micro-batch is an update of its own, and all workers synchronise at the end of a step."""

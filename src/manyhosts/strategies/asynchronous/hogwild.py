@@ -19,9 +19,9 @@ from torch import Tensor
 
 from manyhosts.communication.gathering import gather_words
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.meetings import ByMicroBatch, put
-from manyhosts.strategies.asynchronous.requests import LEADER, HandOut, Requests
+from manyhosts.strategies.asynchronous.requests import RANK_0, HandOut, Requests
 from manyhosts.strategies.asynchronous.served import Served
+from manyhosts.strategies.asynchronous.sync_at_steps import ByMicroBatch, put
 from manyhosts.strategies.traits import Traits
 
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108  # by a name that no one guesses, and gone once all have it
@@ -51,15 +51,15 @@ class SharedMemory(ByMicroBatch):
         tensors = dict(self.model.named_parameters())  # those that are frozen, too: they may be trained later
         rooms = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors.values()]
         path = ""
-        if world.is_leader:
+        if world.is_rank_0:
             file, path = tempfile.mkstemp(prefix="manyhosts-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
             os.close(file)
-        path = gather_words(world, path)[LEADER]
+        path = gather_words(world, path)[RANK_0]
         try:
             memory = torch.from_file(path, shared=True, size=sum(rooms), dtype=torch.uint8)  # makes the file so long
             world.barrier()  # all have it
         finally:
-            if world.is_leader:
+            if world.is_rank_0:
                 Path(path).unlink()
         self._shared = {
             name: room[: each.nbytes].view(each.dtype).view(each.shape)
@@ -86,7 +86,7 @@ class SharedMemory(ByMicroBatch):
     def begin(self, pieces: int) -> tuple[Requests, Sequence[Tensor]]:
         """Compute in memory that all share; none is asked for parameters."""
         memory = [self._shared[name] for name in self.trained()]
-        if self.world.is_leader:
+        if self.world.is_rank_0:
             put(memory, self.trained().values())
         self.world.barrier()
         return Requests(None, HandOut(pieces, self.world.size, None), self.side, ()), memory

@@ -13,15 +13,15 @@ from manyhosts.communication.gathering import gather_plain, parted
 from manyhosts.communication.layout import spread
 from manyhosts.communication.world import World
 from manyhosts.config.asynchronous import ParameterServer
-from manyhosts.strategies.asynchronous.meetings import ByMicroBatch, MeetsAtSteps, put
-from manyhosts.strategies.asynchronous.requests import LEADER, PULL, PUSH, HandOut, Requests, receive, send
+from manyhosts.strategies.asynchronous.requests import PULL, PUSH, RANK_0, HandOut, Requests, receive, send
 from manyhosts.strategies.asynchronous.served import Gradients, Served, described, like_described, owners_of
+from manyhosts.strategies.asynchronous.sync_at_steps import ByMicroBatch, SyncAtSteps, put
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome, Steppable
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import Traits
 
 
-class Servers(MeetsAtSteps):
+class Servers(SyncAtSteps):
     """What both forms share: who keeps which parameter, and how gradients are pushed there."""
 
     traits = Traits(takes_sparse_gradients=True)
@@ -59,7 +59,7 @@ class Servers(MeetsAtSteps):
         owners = owners_of(sizes, self.config.servers, self.first or self.world.size)
         for name in sorted(owners, key=lambda name: owners[name]):
             self.kept.setdefault(owners[name], {})[name] = trained[name]
-        self.gradients = Gradients(self.config, self.dropped)  # apart from those, should the step break off
+        self.gradients = Gradients(self.config, self.dropped)  # separate from those, should the step break off
 
     def serve(self) -> Served:
         """What this worker serves in a step."""
@@ -77,18 +77,18 @@ class Servers(MeetsAtSteps):
         for owner, names in self.kept.items():
             if owner != world.rank:
                 states |= {name: like_described(reported[owner][name], world.device) for name in names}
-            held = [each for name in names for each in (values[name], *states[name].values())]
-            spread([each for each in held if isinstance(each, Tensor)], world, owner)
+            sent = [each for name in names for each in (values[name], *states[name].values())]
+            spread([each for each in sent if isinstance(each, Tensor)], world, owner)
         self.after = {name: (value, states[name]) for name, value in values.items()}
 
     def update(self, model: nn.Module, optimizer: Steppable) -> None:
-        """See `MeetsAtSteps.update`. Now counts what was dropped of what was pushed in the step."""
+        """See `SyncAtSteps.update`. Now counts what was dropped of what was pushed in the step."""
         super().update(model, optimizer)
         self.dropped = self.gradients.kept
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """See `MeetsAtSteps.meet`. What a lost worker has kept of gradients is lost with it."""
-        lost = super().meet(source, new=new, gone=gone)
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
+        """See `SyncAtSteps.resync`. What a lost worker has kept of gradients is lost with it."""
+        lost = super().resync(source, new=new, gone=gone)
         kept = "what compression had kept back of lost workers' gradients" if gone and self.gradients.feeds_back else ""
         return " and ".join(filter(None, (lost, kept)))
 
@@ -199,7 +199,7 @@ class Asynchronous(Servers, ByMicroBatch):
         self.take_up(requests.served)
         stale = (len(self._stale), sum(self._stale), max(self._stale, default=0))
         found = self.world.stack(torch.tensor([*stale, *requests.hand_out.most_ahead], dtype=torch.float64))
-        (pieces, updates, most), ahead = found[:, :3].unbind(1), found[LEADER, 3:]  # the leader alone has handed out
+        (pieces, updates, most), ahead = found[:, :3].unbind(1), found[RANK_0, 3:]  # rank 0 alone has handed out
         values = {"staleness": updates.sum() / pieces.sum(), "staleness_max": most.max(), "ahead_max": ahead.max()}
         by_rank = {"pieces": pieces, "ahead": ahead, "staleness": updates / pieces.clamp(min=1)}
         return values | {f"{name}/rank{rank}": row[rank] for name, row in by_rank.items() for rank in range(len(ahead))}

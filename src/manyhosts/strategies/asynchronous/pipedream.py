@@ -1,6 +1,6 @@
 """A pipeline that is emptied at the end of a step alone: within it each stage makes many updates, as gradients come.
 
-A step of the trainer is where all stages meet: its batch passes through as micro-batches, in the order 1f1b, and after
+All stages synchronise at a step of the trainer: its batch passes through as micro-batches, in the order 1f1b, and after
 each `accumulate` of them a stage updates its own weights and asks no one. Which weights a pass finds follows from that
 order and from no clock, so two runs have the same bits. With two versions it does not depend on the stages, either.
 
@@ -123,17 +123,17 @@ class VersionedStage(Stage):
 
     versions: Versions
 
-    def forward(self, number: int, inputs: Any) -> Any:
+    def forward(self, number: int, inputs: Any, then: Callable[[], None] = lambda: None) -> Any:
         """That of a pipeline, with the weights of this micro-batch; an evaluation (-1) has the newest."""
         if number < 0:
-            return super().forward(number, inputs)
+            return super().forward(number, inputs, then)
         with self.versions.forward(number):
-            return super().forward(number, inputs)
+            return super().forward(number, inputs, then)
 
-    def backward(self, number: int, loss: Tensor | None) -> None:
+    def backward(self, number: int, loss: Tensor | None, then: Callable[[], None]) -> None:
         """That of a pipeline, with the weights of its forward pass; and an update, where it is time for one."""
         self.versions.before_backward(number)
-        super().backward(number, loss)
+        super().backward(number, loss, then)
         if loss is not None:
             loss.detach_()  # what holds it holds no version with it
         self.versions.after_backward(number)
@@ -142,7 +142,7 @@ class VersionedStage(Stage):
 class PipeDreamed(Pipelined):
     """The strategy of `PipeDream`."""
 
-    traits = Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False, survives_loss=False)
+    traits = Traits(communicates_in_forward=True, holds_full_model=False, survives_loss=False)
     config: PipeDream
     stage_kind = VersionedStage
     stage: VersionedStage
@@ -187,10 +187,6 @@ class PipeDreamed(Pipelined):
             f"at most {', '.join(map(str, kept))} versions of them at a time (versions={self.config.versions!r})"
         )
         return placed
-
-    def hold(self, optimizer: Optimizer) -> None:
-        """Know this worker's optimizer."""
-        self.optimizer = optimizer
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]

@@ -17,7 +17,7 @@ from torch import Tensor
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.strategies.asynchronous.served import Served
 
-LEADER = 0
+RANK_0 = 0
 """Who hands out."""
 NONE_LEFT = -1
 TAKE, PULL, PUSH, END = range(4)
@@ -98,7 +98,7 @@ class Requests:
         """`side`: None where there is one worker; `servers`: those that keep parameters."""
         self.served, self.hand_out, self.side = served, hand_out, side
         self.rank = 0 if side is None else side.rank
-        self.asked = sorted({LEADER, *servers})
+        self.asked = sorted({RANK_0, *servers})
         """The workers that are asked something."""
         self.error: BaseException | None = None
         self.threads: list[threading.Thread] = []

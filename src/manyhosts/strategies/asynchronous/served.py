@@ -96,16 +96,14 @@ class Gradients:
         if self.feeds_back:
             kept = self.kept.setdefault(name, torch.zeros_like(parameter, dtype=wide.dtype, requires_grad=False))
             wide = wide + kept[at]
-        row = functional.pad(wide.reshape(1, -1), (0, -wide.numel() % self.way.codec.block))
-        wire: Tensor = self.way.codec.encode(row)
+        row = functional.pad(wide.reshape(1, -1), (0, -wide.numel() % self.way.block))
+        wire: Tensor = self.way.encode(row)
         if self.feeds_back:
             kept[at] = torch.nan_to_num(wide - self._decoded(wire, wide), 0.0, 0.0, 0.0)
         return wire
 
     def _decoded(self, wire: Tensor, like: Tensor) -> Tensor:
-        decoded: Tensor = self.way.codec.decode(
-            wire, like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
-        )
+        decoded: Tensor = self.way.decode(wire, like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32)))
         return decoded[0, : like.numel()].view(like.shape).to(like.dtype)
 
     def unpacked(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
@@ -142,7 +140,7 @@ class Served:
     """What one worker serves in one step. Its calls may come from any thread.
 
     A worker that pulls will push after all that have pulled and not pushed yet. So it may be given, in place of the
-    newest values, those that they are expected to make of them: as many of the last update once more. Its gradient is
+    newest values, those that they are expected to make of them: the last update again for each of them. Its gradient is
     then one of about the values that it is applied to (Chen et al. 2018, "Efficient and Robust Parallel DNN Training
     through Model Parallelism on Multi-GPU Platform", arXiv:1809.02839, predict the weights of a pipeline so).
     """

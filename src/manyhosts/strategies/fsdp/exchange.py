@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.nn import functional
 
 from manyhosts.communication import volume
@@ -28,7 +29,7 @@ from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 
 _AT_ONCE, _LEAST_BYTES = 4, 256 << 10
-"""Stretches of one exchange between hosts that are under way together, and the shortest that is worth a message. Of one
+"""Segments of one exchange between hosts that are under way together, and the shortest that is worth a message. Of one
 alone Gloo leaves a third of a cable empty: see benchmarks/strategies.md."""
 _BITS = 24
 """Of a digest that workers compare: its square is summed over them in float64, and no bit may be lost."""
@@ -94,15 +95,7 @@ def check_alike(sums: Sequence[float], workers: int) -> None:
         )
 
 
-class _Allocating:
-    """Where buffers come from: plain memory."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of `size` elements."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-def stretches(length: int, itemsize: int, *, is_far: bool) -> list[slice]:
+def segments(length: int, itemsize: int, *, is_far: bool) -> list[slice]:
     """How a row of `length` numbers travels, on every worker alike. `is_far`: to other hosts."""
     count = max(1, min(_AT_ONCE, length * itemsize // _LEAST_BYTES)) if is_far else 1
     ends = [length * number // count for number in range(count + 1)]
@@ -113,7 +106,7 @@ class _UnderWay(dist.Work):
     """An exchange between CPUs that PyTorch waits for when it needs what comes of it."""
 
     def __init__(self, works: Sequence[Any], world: World, step_digest: StepDigest) -> None:
-        """`works`: of its stretches."""
+        """`works`: of its segments."""
         super().__init__()
         self.works, self.world, self.step_digest, self.begin = works, world, step_digest, time.perf_counter()
 
@@ -126,7 +119,7 @@ class _UnderWay(dist.Work):
         return True
 
 
-class Gathering(_Allocating, AllGather):
+class Gathering(DefaultAllocMixin, AllGather):
     """Gathers the parameters of one unit."""
 
     def __init__(self, world: World, step_digest: StepDigest, unit: int, *, is_far: bool) -> None:
@@ -140,12 +133,12 @@ class Gathering(_Allocating, AllGather):
         self.step_digest.announce(0, self.unit, input_tensor.numel())
         self.world.count_sent(volume.all_gather_bytes(input_tensor.nbytes, group.size()))
         rows = output_tensor.view(group.size(), -1)
-        cut = stretches(input_tensor.numel(), input_tensor.itemsize, is_far=self.is_far)
+        cut = segments(input_tensor.numel(), input_tensor.itemsize, is_far=self.is_far)
         works = [gather_rows(rows[:, part], input_tensor[part], group) for part in cut]
         return _started(works, self.world, self.step_digest)
 
 
-class Summing(_Allocating, ReduceScatter):
+class Summing(DefaultAllocMixin, ReduceScatter):
     """Sums the gradients of one unit; each worker gets its part of the sum."""
 
     def __init__(self, world: World, step_digest: StepDigest, unit: int, *, in_bf16: bool, is_far: bool) -> None:
@@ -163,7 +156,7 @@ class Summing(_Allocating, ReduceScatter):
         self.world.count_sent(volume.all_to_all_bytes(sent.nbytes, size))
         if self.world.backend == "gloo" or self.in_bf16:
             rows, own = sent.view(size, -1), output_tensor.view(-1)
-            cut = stretches(own.numel(), sent.itemsize, is_far=self.is_far)
+            cut = segments(own.numel(), sent.itemsize, is_far=self.is_far)
             given = [rows[:, part].contiguous() for part in cut]
             came = [torch.empty_like(each) for each in given]
             works = [
@@ -172,7 +165,7 @@ class Summing(_Allocating, ReduceScatter):
             ]
             _wait(works, self.world, self.step_digest)
             for part, each in zip(cut, came, strict=True):
-                add_rows(each, own[part])
+                torch.sum(each, 0, dtype=own.dtype, out=own[part])  # in the order of the ranks
             return None
         # PyTorch 2.13 has given the function another name.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -209,13 +202,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def add_rows(rows: Tensor, into: Tensor) -> None:
-    """Put the sum of `rows`, shape (workers, …), into `into`, added in its dtype in the order of the ranks."""
-    torch.sum(rows, 0, dtype=into.dtype, out=into)
-
-
 def rounded_sum(members: Collectives, gradient: Tensor) -> Tensor:
-    """The sum of `gradient`, flat, over `members`, the same bits on each: rounded once more on its way back."""
+    """The sum of `gradient`, flat, over `members`, the same bits on each: rounded again on its way back."""
     if not gradient.is_floating_point():
         return members.all_reduce(gradient)
     part = -(-gradient.numel() // members.size)
@@ -226,6 +214,6 @@ def rounded_sum(members: Collectives, gradient: Tensor) -> Tensor:
     group = members.process_group
     members.wait(dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group, async_op=True))
     own = gradient.new_empty(part)
-    add_rows(received, own)
+    torch.sum(received, 0, dtype=own.dtype, out=own)
     summed = members.stack(as_bytes(rounded(own)))
     return summed.view(torch.bfloat16).view(-1)[: gradient.numel()].to(gradient.dtype)

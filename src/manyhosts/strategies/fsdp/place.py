@@ -1,4 +1,4 @@
-"""A model put into parts: each unit made equal to the leader's, then sharded, one after the other."""
+"""A model put into parts: each unit made equal to rank 0's, then sharded, one after the other."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def place_root(
         unit.register_forward_pre_hook(noted(partial(see_own_parameters, name, holders_of(unit))), prepend=True)
         unit.register_forward_pre_hook(noted(given.note), with_kwargs=True)
         unit.register_forward_pre_hook(noted(partial(written.note, name)))
-        unit.register_forward_pre_hook(noted(partial(_note, step_digest, number)))
+        # It may have been gathered before and for nothing: what counts is that it is called.
+        unit.register_forward_pre_hook(noted(lambda *_, number=number: step_digest.note(2, number)))
         placed = cast(FSDPModule, unit)
         placed.set_gradient_divide_factor(1.0)  # pieces carry their share of the batch: sums are the mean already
         placed.set_force_sum_reduction_for_comms(True)
@@ -175,11 +176,6 @@ def _own_memory(unit: nn.Module, inputs: Any, output: Any) -> Any:
     if not torch.is_grad_enabled() or all(each._base is None for each in tree_leaves(output) if torch.is_tensor(each)):
         return output
     return tree_map_only(torch.Tensor, lambda each: each if each._base is None else each.clone(), output)
-
-
-def _note(step_digest: StepDigest, number: int, module: nn.Module, inputs: Any) -> None:
-    """A unit is called; it may have been gathered before and for nothing."""
-    step_digest.note(2, number)
 
 
 def _gather_ahead(units: Sequence[nn.Module]) -> None:

@@ -36,6 +36,12 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
                 where="strategy='fsdp'",
                 fix="leave torch.jit out: compile=True makes a model faster, too; or choose strategy='ddp'",
             )
+        if config.gather != "exact" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"parameters are gathered in bf16, and the BatchNorm layer {name!r} computes in fp32 only",
+                where="FSDP(gather=…)",
+                fix='leave gather out: "exact" gathers them as they are',
+            )
     owner = {id(each): name for name, unit in units.items() for each in unit.parameters()}
     first: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in root.named_parameters():
@@ -48,32 +54,19 @@ def check_placeable(root: nn.Module, units: Mapping[str, nn.Module], config: FSD
         if not parameter.requires_grad or is_uncut(parameter):
             continue
         unit = owner.get(id(parameter), "")
-        other, beside = first.setdefault(unit, (name, parameter))
-        if beside.dtype != parameter.dtype:
+        other, earlier = first.setdefault(unit, (name, parameter))
+        if earlier.dtype != parameter.dtype:
             raise ConfigError(
-                f"the parameters {other!r} and {name!r} are gathered together, and one is of {_word(beside)}, the "
+                f"the parameters {other!r} and {name!r} are gathered together, and one is of {_word(earlier)}, the "
                 f"other of {_word(parameter)}",
                 where="strategy='fsdp'",
                 fix="make them of one dtype (precision='bf16' computes in bf16 all the same), or name the module that "
                 "holds one of them as a unit: mh.FSDP(units=[…])",
             )
-    _check_gathered(root, config)
 
 
 def _word(parameter: nn.Parameter) -> str:
     return str(parameter.dtype).removeprefix("torch.")
-
-
-def _check_gathered(root: nn.Module, config: FSDP) -> None:
-    if config.gather == "exact":
-        return
-    for name, module in root.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ConfigError(
-                f"parameters are gathered in bf16, and the BatchNorm layer {name!r} computes in fp32 only",
-                where="FSDP(gather=…)",
-                fix='leave gather out: "exact" gathers them as they are',
-            )
 
 
 class Replaced:
@@ -93,7 +86,6 @@ class Replaced:
         Raises:
             ConfigError: one has: it took part in the loss in place of the model's own.
         """
-        self._left = [(name, each) for name, each in self._left if each() is not None]
         for name, each in self._left:
             if (parameter := each()) is not None and parameter.grad is not None:
                 raise ConfigError(
@@ -114,8 +106,9 @@ class Given:
 
     def note(self, module: nn.Module, inputs: Any, named: Any) -> None:
         """The unit is called with this."""
-        copied = self.always or (torch.is_grad_enabled() and any(map(_has_gradient, _held((inputs, named)))))
-        self._before.append(_inside(inputs, named) if copied else [])
+        given = _held((inputs, named))
+        has_gradient = torch.is_grad_enabled() and any(torch.is_tensor(each) and each.requires_grad for each in given)
+        self._before.append(_inside(inputs, named) if self.always or has_gradient else [])
 
     def compare(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         """See that it has written nothing.
@@ -164,10 +157,6 @@ def see_own_parameters(
                     fix="compute with the weights in the forward pass of the module that holds them "
                     "(torch.nn.functional), or choose strategy='ddp'",
                 )
-
-
-def _has_gradient(value: Any) -> bool:
-    return torch.is_tensor(value) and value.requires_grad
 
 
 class Written:
@@ -241,8 +230,8 @@ def _written(name: str) -> ConfigError:
 
 
 def _inside(inputs: Any, named: Any) -> list[Any]:
-    """All that is inside what a unit is given. Tensors that it is given themselves may be others behind a hook."""
-    return [held for each in (*inputs, *named.values()) for held in _held(each)]
+    """All that is inside what a unit is given. Tensors that it is given themselves may be others after a hook."""
+    return [inner for each in (*inputs, *named.values()) for inner in _held(each)]
 
 
 def _held(given: Any) -> Iterator[Any]:

@@ -8,17 +8,15 @@ all parts; and a comparison, in the exchange of the loss, of which units each wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from manyhosts.communication.collectives import Work
 from manyhosts.communication.dtensors import DTensors
-from manyhosts.communication.layout import as_real, spread
+from manyhosts.communication.layout import as_real, put_flat, spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.model_watch import ModelWatch
 from manyhosts.communication.world import World
@@ -62,15 +60,15 @@ class FullySharded(CutModel):
         self.config = config
         mesh.along("replicate")  # all workers make its groups together
         self.step_digest = StepDigest(mesh.along("shard"))
-        self.optimizer: Optimizer | None = None
         self.late = LateNumbers(world.device)
         self.roots: list[FSDPModule] = []
         self.parameters: list[nn.Parameter] = []
         self.model_watch: ModelWatch | None = None
         self.replaced, self.written = Replaced(nn.Module()), Written()
+        self.misuse_told = misuse_told
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Keep this worker's part of `model`, equal to the leader's.
+        """Keep this worker's part of `model`, equal to rank 0's.
 
         Raises:
             ConfigError: it has no units, or cannot be gathered as asked.
@@ -88,6 +86,11 @@ class FullySharded(CutModel):
         self.model_watch = ModelWatch(model, self.world)
         self.model_watch.watch.parameters = []  # units come and go: what a forward pass sees is not what is kept
         return model
+
+    def step_alone(self, alone: bool) -> None:
+        """Have each copy step by the gradient of its own samples (`alone`), or all copies by one."""
+        self.members = self.mesh.along("shard") if alone else self.world
+        self.of_gradient = DTensors(self.mesh, alike=()) if alone else self.holding
 
     def cut_layers(self, model: nn.Module, uncut: nn.Module) -> None:
         """Nothing: each worker of a copy computes entire layers. `uncut`: what is called, without the loss."""
@@ -113,13 +116,9 @@ class FullySharded(CutModel):
 
     def _is_far(self) -> bool:
         """Whether what workers of a copy exchange goes to other hosts; alike for all copies, which may swap workers."""
-        if is_asynchronous(self.world.device):
-            return False
-        return self.world.any(on_several_hosts(self.mesh.along("shard"), self.world.place.node_rank))
-
-    def hold(self, optimizer: Optimizer) -> None:
-        """Know this worker's optimizer."""
-        self.optimizer = optimizer
+        return not is_asynchronous(self.world.device) and self.world.any(
+            on_several_hosts(self.mesh.along("shard"), self.world.place.node_rank)
+        )
 
     def why_all_end(self) -> str:
         """See `CutModel`."""
@@ -131,7 +130,7 @@ class FullySharded(CutModel):
             return f"torch {torch.__version__} cannot begin a step of fsdp again"
         return asks_within_update(self.optimizer)
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Gather and sum with the workers of the copy that this one is in now, from no step under way."""
         self.step_digest.begin()
         group = self.mesh.group("shard")
@@ -140,11 +139,7 @@ class FullySharded(CutModel):
         self.written.forget()
         if self.model_watch is not None:
             self.model_watch.all_is_new()
-        return super().meet(source, new=new, gone=gone)
-
-    def misuse_told(self) -> AbstractContextManager[None]:
-        """Within, the model is called."""
-        return misuse_told()
+        return super().resync(source, new=new, gone=gone)
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
@@ -156,7 +151,10 @@ class FullySharded(CutModel):
         self._compare_buffers()
         tally = StepMetrics(control_flags, self.agreed, self.world)
         for number, piece in enumerate(pieces):
-            self._ready(is_last=number == len(pieces) - 1)
+            is_last = number == len(pieces) - 1
+            for root in self.roots:  # what is kept in full after this forward and backward pass, and what is summed
+                root.set_reshard_after_backward(is_last or self.config.zero >= 3)
+                root.set_requires_gradient_sync(is_last or self.config.zero > 1)
             with misuse_told():
                 values = compute(model, piece)
                 self.written.check()
@@ -172,9 +170,10 @@ class FullySharded(CutModel):
         # Those who compute parts of the same layers have exchanged something in each.
         reported = self.step_digest.reported() if self.mesh.leads_replica else [0.0, 0.0]
         tally.control_flags = [*control_flags, *reported]
-        uncut = self._start_uncut()
+        uncut, flat, work = self._start_uncut()
         self.world.wait(tally.start_sum())
-        self._take_uncut(*uncut)
+        self.world.wait(work)
+        put_flat(flat, uncut)
         reported, tally.control_flags = tally.control_flags[-2:], tally.control_flags[:-2]
         if (sums := self.late.read(reported)) is not None:
             check_alike(sums, self.mesh.size("replicate", "shard"))
@@ -183,21 +182,14 @@ class FullySharded(CutModel):
     def sum_layers(self) -> None:
         """Nothing: each worker has the gradients of entire layers."""
 
-    def _ready(self, *, is_last: bool) -> None:
-        """Say what is kept in full after the coming forward and backward pass."""
-        keeps = self.config.zero < 3 and not is_last
-        for root in self.roots:
-            root.set_reshard_after_backward(not keeps)
-            root.set_requires_gradient_sync(is_last or self.config.zero > 1)
-
     def _sum_copies(self) -> None:
-        """Sum each part over those who hold it.
+        """Sum each part over those who hold it, but for copies that step alone.
 
         What has no gradient is sent as zeros: copies that have used other units learn so with the loss, and until
         then each of their messages must be as long as the others'.
         """
         copies = self.mesh.along("replicate")
-        if copies.size == 1:
+        if copies.size == 1 or self.members is not self.world:
             return
 
         def summed(flat: Tensor) -> Tensor:
@@ -205,7 +197,7 @@ class FullySharded(CutModel):
             return rounded_sum(copies, flat) if self.config.reduce == "bf16" else copies.all_reduce(flat)
 
         in_parts = [each for each in self.parameters if not is_kept(each, self.mesh.size("shard"))]
-        # Apart, for the order in which numbers are added depends on the length of a message.
+        # Separately, for the order in which numbers are added depends on the length of a message.
         for own in ([each for each in in_parts if is_of_layer(each) is cut] for cut in (False, True)):
             sum_together(self.gradients(own), summed)
 
@@ -221,13 +213,8 @@ class FullySharded(CutModel):
         if not given:
             return [], torch.empty(0), None
         flat = torch.cat([each.double().reshape(-1) for each in given])
-        return given, flat, self.mesh.data.start_all_reduce(flat)
-
-    def _take_uncut(self, given: Sequence[Tensor], flat: Tensor, work: Work) -> None:
-        """Have the sums that `_start_uncut` began in place of this worker's gradients."""
-        self.world.wait(work)
-        for each, summed in zip(given, flat.split([each.numel() for each in given]), strict=True):
-            each.copy_(summed.view_as(each))
+        members = self.mesh.data if self.members is self.world else self.members
+        return given, flat, members.start_all_reduce(flat)
 
     def _compare_buffers(self) -> None:
         """See that all workers have the same buffers and train the same parameters, before anything relies on it."""
@@ -237,7 +224,7 @@ class FullySharded(CutModel):
             sums = self.world.all_reduce(torch.tensor(reported, dtype=torch.float64, device=self.world.device))
             if (found := self.model_watch.read(sums)) is not None:
                 self.model_watch.check(found)
-            self.model_watch.known()
+            self.model_watch.known(self.model_watch.unfrozen())
 
 
 def _of_one_host(world: World) -> int:

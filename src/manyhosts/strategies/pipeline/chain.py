@@ -161,6 +161,4 @@ def to_meta(value: Any) -> Any:
         return value.detach().to("meta")
     if isinstance(value, Mapping):
         return {key: to_meta(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(to_meta(each) for each in value)
-    return value
+    return type(value)(to_meta(each) for each in value) if type(value) in (list, tuple) else value

@@ -36,7 +36,7 @@ class Pass:
     """The leaves made of what the stage was given."""
     gradients: list[Tensor | None]
     """Where the pass leaves the gradients of what the stage was given."""
-    apart: Sequence[Tensor]
+    early: Sequence[Tensor]
     """Weights whose gradients are needed after the first half."""
 
 
@@ -63,9 +63,9 @@ class Halves:
     def second(self, number: int) -> None:
         """The second half, where something is left of it."""
         caught, later = self.left.pop(number, ({}, {}))
-        for node, held in caught.items():
-            edges = [GradientEdge(node, place) for place, each in enumerate(held) if each is not None]
-            torch.autograd.backward(edges, [each for each in held if each is not None], inputs=later[node])
+        for node, gradients in caught.items():
+            edges = [GradientEdge(node, place) for place, each in enumerate(gradients) if each is not None]
+            torch.autograd.backward(edges, [each for each in gradients if each is not None], inputs=later[node])
 
     def _finish(self, weights: set[int]) -> None:
         """Have second halves computed that add to one of `weights`, whose turn is now: a sum has its order."""
@@ -102,7 +102,7 @@ def _half(one: Pass, later: _Later, now: Sequence[Tensor]) -> tuple[dict[Node, S
 
 def _divided(one: Pass) -> tuple[_Later, list[Tensor]]:
     """The weights that may wait, by their function; and the other leaves of the pass, and its starts."""
-    starts, apart = {id(each) for each in one.starts}, {id(each) for each in one.apart}
+    starts, early = {id(each) for each in one.starts}, {id(each) for each in one.early}
     edges = [get_gradient_edge(each).node for each in one.roots]
     through = set[Node]()  # those through which a gradient comes to a start
     leaves: dict[Node, dict[int, Tensor]] = {}  # those that a gradient comes to from each other function
@@ -123,7 +123,7 @@ def _divided(one: Pass) -> tuple[_Later, list[Tensor]]:
     direct = {key for edge in edges for key in leaves.get(edge, ())}
     later: _Later = {}
     for key, (node, *others) in owners.items():
-        waits = not others and key not in (starts | apart | direct) and not isinstance(node, BackwardCFunction)
+        waits = not others and key not in (starts | early | direct) and not isinstance(node, BackwardCFunction)
         if waits and "CheckpointFunctionBackward" not in {type(each).__name__ for each in through}:
             later.setdefault(node, []).append(every[key])
     waiting = {id(each) for each in _all(later)}
@@ -145,7 +145,7 @@ def _inputs_first(roots: Sequence[Node]) -> Iterator[Node]:
 
 
 def _all(later: _Later) -> list[Tensor]:
-    return [each for held in later.values() for each in held]
+    return [each for gradients in later.values() for each in gradients]
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -1,6 +1,6 @@
 """What stages send each other: nested values of tensors of any shape, without pickle, and laid out as they were.
 
-A message is two tensors of bytes: its length, and what is in it. A tensor arrives with the strides that it had, since
+A message is bytes: its lengths, and what is in it. A tensor arrives with the strides that it had, since
 the kernel that multiplies it may follow from them, and so its last bits. What is in several places of a value
 arrives as one tensor.
 """
@@ -8,24 +8,24 @@ arrives as one tensor.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from manyhosts.communication.collectives import Waitable
+from manyhosts.communication.collectives import Work
+from manyhosts.communication.layout import memory_order
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
 
 FORWARD, BACKWARD, VALUES, GRADIENTS, OUTPUTS = 11, 12, 13, 14, 15
 """Tags: messages of one kind between two stages arrive in order, and are taken for no other kind."""
-_HEADER = 2
+_LENGTHS = 16
+"""Bytes of two lengths, with which a message begins."""
 _DTYPES = {
     str(each): each
     for each in (
@@ -37,23 +37,22 @@ _DTYPES = {
 
 @dataclass(slots=True)
 class Flat:
-    """A nested value taken apart."""
+    """A nested value, flattened."""
 
     shape: Any
     """The value as JSON can hold it, with the number of a tensor in its place."""
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor]
     """Each once."""
 
 
 def flat(value: Any) -> Flat:
-    """Take `value` apart: tensors, None, numbers and words, in lists, tuples and dicts.
+    """Flatten `value`: tensors, None, numbers and words, in lists, tuples and dicts.
 
     Raises:
         ConfigError: something else is in it.
     """
-    found = Flat(None)
-    found.shape = _node(value, found.tensors, {})
-    return found
+    tensors: list[Tensor] = []
+    return Flat(_node(value, tensors, {}), tensors)
 
 
 def _node(value: Any, tensors: list[Tensor], known: dict[int, int]) -> Any:
@@ -83,7 +82,7 @@ def _refusal(what: str) -> ConfigError:
 
 
 def put_together(shape: Any, tensors: list[Tensor]) -> Any:
-    """The value that `flat` took apart, with these tensors."""
+    """The value that `flat` was made of, with these tensors."""
     [(kind, content)] = shape.items()
     if kind == "tensor":
         return tensors[content]
@@ -95,51 +94,26 @@ def put_together(shape: Any, tensors: list[Tensor]) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-@dataclass(slots=True)
-class _Layout:
-    """How a tensor lies in memory: its dimensions from the slowest to the fastest, and those that repeat."""
-
-    dtype: str
-    shape: list[int]
-    order: list[int]
-    repeats: list[int]
-
-    @property
-    def sides(self) -> list[int]:
-        """Of what is sent, slowest first."""
-        return [1 if dim in self.repeats else self.shape[dim] for dim in self.order]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.sides) * _DTYPES[self.dtype].itemsize
-
-
-def _taken_apart(tensor: Tensor) -> tuple[_Layout, Tensor]:
-    """How `tensor` lies, and its bytes."""
+def _layout_and_bytes(tensor: Tensor) -> tuple[list[Any], Tensor]:
+    """How `tensor` lies, without gaps: its dtype, shape, strides, and how many bytes it has in memory; and these."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    strides = plain.stride()
-    repeats = [dim for dim in range(plain.dim()) if strides[dim] == 0 and plain.shape[dim] > 1]
-    order = sorted(range(plain.dim()), key=lambda dim: -strides[dim])
+    repeats = [dim for dim, size in enumerate(plain.shape) if plain.stride(dim) == 0 and size > 1]
     for dim in repeats:
         plain = plain.narrow(dim, 0, 1)
-    dense = plain.permute(order).contiguous()
-    row = dense.as_strided((dense.numel(),), (1,))  # one element alone may have kept the step of a repeated one
-    return _Layout(str(tensor.dtype), list(tensor.shape), order, repeats), row.view(torch.uint8)
+    dense = plain if memory_order(plain) is not None else plain.clone()
+    strides = [0 if dim in repeats else step for dim, step in enumerate(dense.stride())]
+    data = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return [str(tensor.dtype), [*tensor.shape], strides, data.numel()], data
 
 
-def _as_it_lay(layout: _Layout, data: Tensor) -> Tensor:
+def _as_it_lay(dtype: str, shape: list[int], strides: list[int], data: Tensor) -> Tensor:
     """A tensor of its own, and no view: what autograd notes of one that is written into leads past a view."""
-    strides, step = [0] * len(layout.order), 1
-    for dim, side in zip(reversed(layout.order), reversed(layout.sides), strict=True):
-        strides[dim] = 0 if dim in layout.repeats else step
-        step *= max(side, 1)
-    made = torch.empty_strided(layout.shape, strides, dtype=_DTYPES[layout.dtype])
-    if data.numel():
-        torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).copy_(data)
+    made = torch.empty_strided(shape, strides, dtype=_DTYPES[dtype])
+    torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).copy_(data)
     return made
 
 
-Inbox = defaultdict[int, deque[list[Tensor]]]
+Inbox = defaultdict[int, deque[Tensor]]
 """What stages of one worker send each other, by the tag."""
 
 
@@ -152,55 +126,65 @@ class Channel:
         self.world, self.ranks, self.own, self.inbox = world, ranks, own, inbox
         self.waited_s = 0.0
         """Seconds waited for messages of others."""
-        self._under_way: list[tuple[Waitable, Tensor]] = []
+        self._under_way: list[tuple[Work, Tensor]] = []
+        self._room: dict[int, int] = {}
+        """By the tag, how many bytes there is room for in the next message: as many as the one before had."""
+        self._expected: dict[int, tuple[Work, Tensor]] = {}
 
-    def meet(self, ranks: Sequence[int]) -> None:
+    def reset(self, ranks: Sequence[int]) -> None:
         """Send to workers of these ranks from now on. What was under way to others is forgotten."""
         self.ranks = ranks
-        self._under_way.clear()
-        self.inbox.clear()
+        for known in (self._under_way, self._room, self._expected, self.inbox):
+            known.clear()
 
     def send(self, value: Any, stage: int, tag: int) -> None:
         """Begin to send `value` to a stage."""
         taken = flat(value)
-        parts = [_taken_apart(each) for each in taken.tensors]
-        layouts = [[each.dtype, each.shape, each.order, each.repeats] for each, _ in parts]
-        words = json.dumps([taken.shape, layouts]).encode()
-        head = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        body = torch.cat([head, *(data for _, data in parts)])
-        messages, tag = (
-            [torch.tensor([len(words), body.numel()], dtype=torch.int64), body],
-            self._tag(tag, self.own, stage),
-        )
+        parts = [_layout_and_bytes(each) for each in taken.tensors]
+        words = json.dumps([taken.shape, [layout for layout, _ in parts]]).encode()
+        size, tag = len(words) + sum(data.numel() for _, data in parts), self._tag(tag, self.own, stage)
+        lengths, space = torch.tensor([len(words), size]).view(torch.uint8), self._room.get(tag, 0) - size
+        content = [torch.frombuffer(bytearray(words), dtype=torch.uint8), *(data for _, data in parts)]
+        message = torch.cat([lengths, *content, lengths.new_zeros(max(0, space))])
         if self.ranks[stage] == self.world.rank:
-            self.inbox[tag].append(messages)
+            self.inbox[tag].append(message)
             return
-        for message in messages:
-            self.world.count_sent(message.nbytes)
-            work = dist.isend(message, dst=self.ranks[stage], tag=tag)
-            assert work is not None, "every worker is in the default group"
-            self._under_way.append((work, message))
+        for part in self._in_two(message, size, tag):
+            self._under_way.append((self.world.start_send(part, self.ranks[stage], tag), part))
+
+    def expect(self, stage: int, tag: int) -> None:
+        """Begin to receive the next value of a stage, so that it comes as soon as it is there."""
+        rank, tag = self.ranks[stage], self._tag(tag, stage, self.own)
+        if rank != self.world.rank and tag not in self._expected:
+            message = torch.empty(_LENGTHS + self._room.get(tag, 0), dtype=torch.uint8)
+            self._expected[tag] = self.world.start_receive(message, rank, tag), message
 
     def receive(self, stage: int, tag: int) -> Any:
         """The next value of a stage."""
-        rank, tag = self.ranks[stage], self._tag(tag, stage, self.own)
-        if rank == self.world.rank:
-            length, body = self.inbox[tag].popleft()
-            words = int(length[0])
-        else:
-            begin = time.perf_counter()
-            length = torch.empty(_HEADER, dtype=torch.int64)
-            self.world.wait(dist.irecv(length, src=rank, tag=tag))
-            words, size = length.tolist()
-            body = torch.empty(size, dtype=torch.uint8)
-            self.world.wait(dist.irecv(body, src=rank, tag=tag))
-            self.waited_s += time.perf_counter() - begin
-        shape, layouts = json.loads(body[:words].numpy().tobytes())
-        tensors, place = [], words
-        for layout in (_Layout(*each) for each in layouts):
-            tensors.append(_as_it_lay(layout, body[place : place + layout.size]))
-            place += layout.size
-        return put_together(shape, tensors)
+        self.expect(stage, tag)
+        rank, tag, begin = self.ranks[stage], self._tag(tag, stage, self.own), time.perf_counter()
+        work, message = (None, self.inbox[tag].popleft()) if rank == self.world.rank else self._expected.pop(tag)
+        self.world.wait(work)
+        words, size = message[:_LENGTHS].view(torch.int64).tolist()
+        if len(message) < _LENGTHS + size:
+            message = torch.cat([message, message.new_empty(_LENGTHS + size - len(message))])
+        for rest in self._in_two(message, size, tag)[1:] if work is not None else ():
+            self.world.wait(self.world.start_receive(rest, rank, tag))
+        self.waited_s += time.perf_counter() - begin
+        shape, layouts = json.loads(message[_LENGTHS : _LENGTHS + words].numpy().tobytes())
+        data = message[_LENGTHS + words : _LENGTHS + size].split([size for *_, size in layouts])
+        return put_together(
+            shape,
+            [
+                _as_it_lay(dtype, dims, strides, part)
+                for (dtype, dims, strides, _), part in zip(layouts, data, strict=True)
+            ],
+        )
+
+    def _in_two(self, message: Tensor, size: int, tag: int) -> list[Tensor]:
+        """What there is room for, and the rest of one that is longer than the one before it."""
+        room, self._room[tag] = _LENGTHS + self._room.get(tag, 0), size
+        return [each for each in (message[:room], message[room:]) if each.numel()]
 
     def _tag(self, kind: int, source: int, target: int) -> int:
         """One worker may have several stages, which do not take each other's messages."""

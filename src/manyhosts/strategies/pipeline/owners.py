@@ -114,31 +114,29 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def put_parameter(module: nn.Module, key: str, tensor: Any) -> None:
-    """Have `tensor` stand in `module` as its parameter or buffer `key`."""
-    held = module._parameters if key in module._parameters else module._buffers
+    """Make `tensor` the parameter or buffer `key` of `module`."""
+    table = module._parameters if key in module._parameters else module._buffers
     if isinstance(module, nn.RNNBase) and key in module._parameters:
         setattr(module, key, tensor)  # it has a list of them as well
     else:
-        held[key] = tensor
+        table[key] = tensor
 
 
 @contextmanager
 def put_in(tied: Sequence[Tied], values: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Within, `values` stand in the model in place of what another stage owns."""
-    here = [each for each in tied if each.name in values]
-    for each in here:
-        for module, key in each.places:
-            put_parameter(module, key, values[each.name])
+    """Within, `values` are in the model in place of what another stage owns."""
+    here = [(module, key, each) for each in tied if each.name in values for module, key in each.places]
+    for module, key, each in here:
+        put_parameter(module, key, values[each.name])
     try:
         yield
     finally:
-        for each in here:
-            for module, key in each.places:
-                put_parameter(module, key, each.kept)
+        for module, key, each in here:
+            put_parameter(module, key, each.kept)
 
 
 class Stages(Holding):
-    """A tensor is held in full by one worker, or, as what is no part of the model, by all."""
+    """A tensor is kept in full by one worker, or, as what is no part of the model, by all."""
 
     by_stage = True
 
@@ -150,7 +148,7 @@ class Stages(Holding):
         return not tensor.is_meta
 
     def part(self, tensor: Tensor) -> Tensor | TensorPart:
-        """`tensor`, or a part of it without elements. A snapshot finds out who has it (`snapshot.merged`)."""
+        """`tensor`, or a part of it without elements. A snapshot finds out who has it (`flatten.merged`)."""
         if not tensor.is_meta:
             return tensor
         shape = tuple(tensor.shape)

@@ -8,7 +8,7 @@ use to the first, and only then to what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from manyhosts.config import stage_order
 from manyhosts.data import randomness
 from manyhosts.strategies.pipeline.chain import Chain, run
 from manyhosts.strategies.pipeline.halves import Halves, Pass
@@ -31,6 +32,9 @@ from manyhosts.strategies.pipeline.messages import (
     put_together,
 )
 from manyhosts.strategies.pipeline.owners import Tied, put_in
+
+_BEFORE = {stage_order.FORWARD: (-1, FORWARD), stage_order.BACKWARD: (1, BACKWARD)}
+"""From which neighbour a pass has what it begins with, and by which tag."""
 
 
 class _Received(torch.autograd.Function):
@@ -76,26 +80,18 @@ class Stage:
         self.model, self.chain = model, chain
         self.number, self.count = channel.own, len(cuts) - 1
         self.begin, self.end = cuts[self.number], cuts[self.number + 1]
+        self.is_first, self.is_last = self.number == 0, self.number == self.count - 1
+        """Whether it takes the samples, and whether it gives what the model gives."""
         self.tied, self.channel, self.halves = tied, channel, halves
         self.lent: dict[str, nn.Parameter] = {}
         """What other stages own and this one uses, by name."""
-        self.held: dict[int, _Held] = {}
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it takes the samples."""
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it gives what the model gives."""
-        return self.number == self.count - 1
+        self.under_way: dict[int, _Held] = {}
 
     # Weights that several stages use.
 
     def lend(self) -> None:
         """Give the stages that use a weight of this one its value, and take those of others. All stages call this."""
-        self.lent, self.held = {}, {}
+        self.lent, self.under_way = {}, {}
         if self.halves is not None:
             self.halves.left.clear()  # a step may have been interrupted
         for each in self.tied:
@@ -109,84 +105,77 @@ class Stage:
             self.lent[each.name] = nn.Parameter(value, requires_grad=each.kept.requires_grad)
 
     def values(self) -> AbstractContextManager[None]:
-        """Within, these stand in the model."""
+        """Within, these are in the model."""
         return put_in(self.tied, self.lent)
 
     # One micro-batch.
 
-    def forward(self, number: int, inputs: Any) -> Any:
+    def forward(self, number: int, inputs: Any, then: Callable[[], None] = lambda: None) -> Any:
         """What the blocks of this stage give, of micro-batch `number`; the last one alone sends it to no one.
 
-        `inputs`: what the model is called with.
+        `inputs`: what the model is called with; `then`: called when all has come that this pass begins with.
 
         The generators have been set to the address of the micro-batch.
         """
         seeded = randomness.states()
         value: Any = None
-        held = _Held([])
+        begun = _Held([])
         if not self.is_first:
             value, needs, drawn = self.channel.receive(self.number - 1, FORWARD)
             _go_on(drawn)
-            value = self._with_gradients(value, needs, held)
+            value = self._with_gradients(value, needs, begun)
+        then()
         outputs = run(self.model, self.chain, self.begin, self.end, inputs, value, self.values)
         if not self.is_last:
             tensors = flat(outputs).tensors
-            held.outputs = [each for each in tensors if each.requires_grad]
+            begun.outputs = [each for each in tensors if each.requires_grad]
             needs = [each.requires_grad for each in tensors]
             self.channel.send([outputs, needs, _drawn_since(seeded)], self.number + 1, FORWARD)
         if torch.is_grad_enabled():
-            self.held[number] = held
+            self.under_way[number] = begun
         return outputs
 
-    def _with_gradients(self, value: Any, needs: Sequence[bool], held: _Held) -> Any:
-        """`value` with tensors that tell `held` their gradients, where they have one."""
-        found = flat(value)
+    def _with_gradients(self, value: Any, needs: Sequence[bool], begun: _Held) -> Any:
+        """`value` with tensors that give `begun` their gradients, where they have one."""
         if not torch.is_grad_enabled():
             return value
-        held.gradients = [None] * sum(needs)
-        number, tensors = 0, []
-        for tensor, has in zip(found.tensors, needs, strict=True):
-            if not has:
-                tensors.append(tensor)
-                continue
-            starts = torch.empty(0, requires_grad=True)
-            held.starts.append(starts)
-            made: Tensor = _Received.apply(starts, tensor, held.gradients, number)  # type: ignore[no-untyped-call]
-            tensors.append(made)
-            number += 1
-        return put_together(found.shape, tensors)
+        found, begun.gradients = flat(value), [None] * sum(needs)
+        for place, tensor in enumerate(found.tensors):
+            if needs[place]:
+                number, starts = len(begun.starts), torch.empty(0, requires_grad=True)
+                begun.starts.append(starts)
+                found.tensors[place] = _Received.apply(starts, tensor, begun.gradients, number)  # type: ignore[no-untyped-call]
+        return put_together(found.shape, found.tensors)
 
-    def backward(self, number: int, loss: Tensor | None) -> None:
-        """The backward pass of that micro-batch, from `loss` on the last stage."""
-        held = self.held.pop(number)
-        roots: list[Tensor] = []
-        given: list[Tensor | None] = []
-        if loss is not None:
-            roots, given = [loss], [None]
-        else:
-            gradients = self.channel.receive(self.number + 1, BACKWARD)
-            for output, gradient in zip(held.outputs, gradients, strict=True):
-                if gradient is not None:
-                    roots.append(output)
-                    given.append(gradient)
-        for weight, gradient in self._of_later_uses():
-            if gradient is not None:
-                roots.append(weight)
-                given.append(gradient)
-        if roots:
+    def expect(self, kind: str) -> None:
+        """Begin to receive what the next pass of this kind begins with."""
+        step, tag = _BEFORE.get(kind, (0, 0))
+        if step and 0 <= self.number + step < self.count:
+            self.channel.expect(self.number + step, tag)
+
+    def backward(self, number: int, loss: Tensor | None, then: Callable[[], None]) -> None:
+        """The backward pass of that micro-batch, from `loss` on the last stage; `then` as in `forward`."""
+        begun = self.under_way.pop(number)
+        received = (
+            zip(begun.outputs, self.channel.receive(self.number + 1, BACKWARD), strict=True) if loss is None else ()
+        )
+        ends: list[tuple[Tensor, Tensor | None]] = [] if loss is None else [(loss, None)]
+        ends += [each for each in (*received, *self._of_later_uses()) if each[1] is not None]
+        then()
+        if ends:
             with self.values():
-                self._go_back(number, roots, given, held)
+                self._go_back(number, [each for each, _ in ends], [gradient for _, gradient in ends], begun)
         if not self.is_first:
-            self.channel.send(held.gradients, self.number - 1, BACKWARD)
+            self.channel.send(begun.gradients, self.number - 1, BACKWARD)
         self._pass_on_gradients()
         self.channel.finish(but=4 * self.count * (1 + len(self.tied)))
 
-    def _go_back(self, number: int, roots: list[Tensor], given: list[Tensor | None], held: _Held) -> None:
-        if self.halves is None or not held.starts:
+    def _go_back(self, number: int, roots: list[Tensor], given: list[Tensor | None], begun: _Held) -> None:
+        if self.halves is None or not begun.starts:
             torch.autograd.backward(roots, given)
         else:
-            apart = [self.lent.get(each.name, each.kept) for each in self.tied]  # they are passed on with this pass
-            self.halves.first(number, Pass(roots, given, held.starts, held.gradients, apart))
+            early = [self.lent.get(each.name, each.kept) for each in self.tied]  # they are passed on with this pass
+            self.halves.first(number, Pass(roots, given, begun.starts, begun.gradients, early))
 
     def weights(self, number: int) -> None:
         """Find what the backward pass of that micro-batch has left: gradients of weights."""

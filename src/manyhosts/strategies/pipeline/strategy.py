@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
@@ -22,7 +22,7 @@ from manyhosts.communication.layout import spread
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.config.pipelined import BY_LAYERS, BY_MEMORY, MEASURED, ZERO_BUBBLE, Pipeline
-from manyhosts.config.stage_order import BACKWARD, WEIGHTS, best_cuts, even_cuts, loads, order_of
+from manyhosts.config.stage_order import BACKWARD, WEIGHTS, Pass, best_cuts, even_cuts, loads, order_of
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.cut_model import ComputedTogether, check_memory
@@ -37,11 +37,15 @@ from manyhosts.strategies.strategy import Compute, InTwo, Piece, Scale, StepOutc
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.traits import Traits
 
+_LAST = Pass("", 0, 0)
+"""After the last pass of a step, which there is nothing to expect for."""
+
 
 class Pipelined(ComputedTogether):
     """Parameters, gradients and optimizer state of some blocks on each worker, and of no other."""
 
-    traits = Traits(communicates_in_forward=True, computes_in_stages=True, holds_full_model=False)
+    traits = Traits(communicates_in_forward=True, holds_full_model=False)
+    least_samples = 4  # the others wait where a stage fails
     stage_kind: type[Stage] = Stage
 
     def __init__(self, config: Pipeline, world: World) -> None:
@@ -70,7 +74,7 @@ class Pipelined(ComputedTogether):
         """Whether the optimizer draws random numbers; None as long as no one has seen it step."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Keep the tensors of this worker's blocks, equal to the leader's, and the shapes of all others.
+        """Keep the tensors of this worker's blocks, equal to rank 0's, and the shapes of all others.
 
         Raises:
             ConfigError: the model is no chain of blocks, has fewer than there are workers, or the cuts name none.
@@ -89,7 +93,7 @@ class Pipelined(ComputedTogether):
         stages = stages_of(seen.uses, cuts)
         sample = self.sample
         check_tied(uncut, stages, "fp32" if sample is None else sample.precision)
-        if sample is not None and self.world.is_leader and not self.world.apart:
+        if sample is not None and self.world.is_rank_0 and not self.world.is_joining:
             prove(uncut, stages, cuts, sample.inputs(), sample.context)
         self.world.barrier()
         self._say(chain, cuts, seen.seconds)
@@ -152,8 +156,8 @@ class Pipelined(ComputedTogether):
                 )
             return Seen(uses_by_blocks(model, [block for _, block in chain.blocks]))
         reported: dict[str, Any] = {}
-        if self.world.is_leader:  # of itself, as long as it has not met the others
-            timed = self.config.cuts == MEASURED and self.stages > 1 and not self.world.apart
+        if self.world.is_rank_0:  # of itself, as long as it has not met the others
+            timed = self.config.cuts == MEASURED and self.stages > 1 and not self.world.is_joining
             seen = look(model, chain, sample.inputs(), sample.context, timed=timed)
             reported = {"uses": seen.uses, "seconds": seen.seconds}
         return Seen(**gather_plain(self.world, reported)[0])
@@ -168,13 +172,12 @@ class Pipelined(ComputedTogether):
         if self.world.part is not None:
             named = self.world.part.plan["cuts"]  # those of the workers that it will join
         if named:
-            for name in named:
-                if name not in chain.names[1:]:
-                    raise ConfigError(
-                        f"{name!r} is no block with which a stage after the first could begin",
-                        where="Pipeline(cuts=…)",
-                        fix=f"name some of {', '.join(chain.names[1:])}",
-                    )
+            if unknown := [name for name in named if name not in chain.names[1:]]:
+                raise ConfigError(
+                    f"{unknown[0]!r} is no block with which a stage after the first could begin",
+                    where="Pipeline(cuts=…)",
+                    fix=f"name some of {', '.join(chain.names[1:])}",
+                )
             places = [chain.names.index(name) for name in named]
             if places != sorted(set(places)) or len(places) != stages - 1:
                 raise ConfigError(
@@ -226,13 +229,16 @@ class Pipelined(ComputedTogether):
             virtual_stages=self.config.per_worker,
             micro_batches=len(pieces),
         )
-        for kind, place, number in order.passes[self.mesh.coordinate("pipe")]:
+        passes = order.passes[self.mesh.coordinate("pipe")]
+        for (kind, place, number), (following, its_place, _) in zip(passes, [*passes[1:], _LAST], strict=True):
             stage = self.own[place // self.workers]
+            then = partial(self.own[its_place // self.workers].expect, following)
             if kind == WEIGHTS:
+                then()
                 stage.weights(number)
             elif kind == BACKWARD:
-                stage.backward(number, losses.pop(number) if stage.is_last else None)
-            elif (loss := self._forward(stage, number, pieces[number], halves, tally)) is not None:
+                stage.backward(number, losses.pop(number) if stage.is_last else None, then)
+            elif (loss := self._forward(stage, number, pieces[number], halves, tally, then)) is not None:
                 losses[number] = scale(loss)
                 del loss  # or this graph, and what it keeps, would stay until the next one
         self._share_loss()
@@ -252,21 +258,23 @@ class Pipelined(ComputedTogether):
         """The ranks of the workers of this copy, by the number of each stage."""
         return [*self.mesh.peers("pipe")] * self.config.per_worker
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Send to the stages of the copy that this worker is in now."""
         peers = self._peers()
         for stage in self.own:
-            stage.channel.meet(peers)
-        return super().meet(source, new=new, gone=gone)
+            stage.channel.reset(peers)
+        return super().resync(source, new=new, gone=gone)
 
     def _waited_s(self) -> float:
         return sum(stage.channel.waited_s for stage in self.own)
 
-    def _forward(self, stage: Stage, number: int, piece: Piece, halves: InTwo, tally: StepMetrics) -> Tensor | None:
+    def _forward(
+        self, stage: Stage, number: int, piece: Piece, halves: InTwo, tally: StepMetrics, then: Callable[[], None]
+    ) -> Tensor | None:
         """One micro-batch through this stage. The last one has its weighted loss."""
         inputs, targets = halves.inputs_of(piece)
         with halves.context():
-            outputs = stage.forward(number, inputs)
+            outputs = stage.forward(number, inputs, then)
             return tally.add(halves.values_of(outputs, targets), piece.weight) if stage.is_last else None
 
     @torch.no_grad()
@@ -290,8 +298,8 @@ class Pipelined(ComputedTogether):
         """The norm of each gradient, in the model's order, on every worker, as the one that holds it has found it."""
         own = torch.zeros(2, len(self.parameters), dtype=torch.float64)
         of_loss = set() if self.mesh.coordinate("pipe") == 0 else {id(each) for each in self.loss.parameters()}
-        held = [(place, each) for place, each in enumerate(self.parameters) if id(each) not in of_loss]
-        here = [(place, each.grad) for place, each in held if each.grad is not None]
+        trained = [(place, each) for place, each in enumerate(self.parameters) if id(each) not in of_loss]
+        here = [(place, each.grad) for place, each in trained if each.grad is not None]
         for (place, _), norm in zip(here, torch._foreach_norm([grad for _, grad in here]) if here else (), strict=True):
             own[0, place], own[1, place] = norm.double(), 1.0
         norms, there = self.mesh.along("pipe").all_reduce(own)

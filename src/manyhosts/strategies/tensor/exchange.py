@@ -54,9 +54,7 @@ class Exchange:
         """Parts of the last dim, of all workers, as one tensor whose last dim is `total`."""
         self.check()
         longest = math.ceil(total / self.size)
-        padded = part.new_zeros((*part.shape[:-1], longest))
-        padded[..., : part.shape[-1]] = part
-        full = torch.cat([*self.workers.stack(padded)], dim=-1)
+        full = torch.cat([*self.workers.stack(torch.constant_pad_nd(part, (0, longest - part.shape[-1])))], dim=-1)
         return full if full.shape[-1] == total else full[..., :total].clone()  # only the last parts are shorter
 
     def take(self, full: Tensor) -> Tensor:

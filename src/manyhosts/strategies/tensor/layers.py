@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from manyhosts import host_memory
 from manyhosts.strategies.tensor.exchange import Exchange, gathered, shared, summed, taken
 from manyhosts.strategies.tensor.plan import Plan
 
@@ -38,6 +39,7 @@ def cut(model: nn.Module, plan: Plan, exchange: Exchange, mesh: DeviceMesh) -> N
         owner = model.get_submodule(group.owner)
         for key in group.divided:
             setattr(owner, key, getattr(owner, key) // exchange.size)
+    host_memory.give_back()  # of full tensors and of earlier trials: steps of many small ones would not reuse it
 
 
 def inner(model: nn.Module, plan: Plan) -> list[nn.Parameter]:

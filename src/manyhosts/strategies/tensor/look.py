@@ -11,10 +11,12 @@ of the outputs then has the right ones, too.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -128,11 +130,6 @@ def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) ->
     """Each layer that was called, has a part for each worker, and whose tensors no one else uses."""
     called = dict.fromkeys(call.name for call in seen.calls)
     ways: dict[str, str] = {}
-    at: dict[int, set[int]] = {}
-    for module in model.modules():
-        for each in module._parameters.values():
-            if each is not None:
-                at.setdefault(id(each), set()).add(id(module))
     for name in called:
         module = model.get_submodule(name)
         if type(module) is nn.Dropout:
@@ -143,21 +140,19 @@ def _by_layers(model: nn.Module, seen: _Look, direct: set[str], workers: int) ->
             ways[name] = "vocabulary" if isinstance(module, nn.Embedding) else "gathered"
     while True:  # a tensor that is in several modules is cut where all of them are
         cut = {id(model.get_submodule(name)) for name in ways}
-        held = {name: [at[id(each)] for each in model.get_submodule(name).parameters()] for name in ways}
-        apart = [name for name, holders in held.items() if not all(each <= cut for each in holders)]
-        if not apart:
+        others = [each for each in model.modules() if id(each) not in cut]
+        uncut = {id(each) for module in others for each in module._parameters.values()}
+        shared = [name for name in ways if any(id(each) in uncut for each in model.get_submodule(name).parameters())]
+        if not shared:
             return Plan(ways)
-        for name in apart:
+        for name in shared:
             del ways[name]
 
 
 def _groups(model: nn.Module, seen: _Look, plan: Plan, workers: int) -> Iterator[Group]:
     """Layers that were called one after the other and belong together, each layer in one group at most."""
     counts = [call.name for call in seen.calls]
-    weights: dict[int, int] = {}
-    for name in plan.ways:
-        key = id(model.get_submodule(name)._parameters["weight"])
-        weights[key] = weights.get(key, 0) + 1
+    weights = Counter(id(model.get_submodule(name)._parameters["weight"]) for name in plan.ways)
     once = {
         name
         for name, way in plan.ways.items()
@@ -227,17 +222,14 @@ def _group(model: nn.Module, between: list[_Call], columns: list[_Call], row: _C
 
 def _around(names: list[str]) -> str:
     """The innermost module that holds all of `names`."""
-    owner = names[0].rpartition(".")[0]
-    while owner and not all(name.startswith(f"{owner}.") for name in names):
-        owner = owner.rpartition(".")[0]
-    return owner
+    return ".".join(commonprefix([name.split(".")[:-1] for name in names]))  # noqa: RUF071 - of lists it compares elements
 
 
 _RELATIVE = 1e-5
-"""How far apart two sums in another order may be."""
+"""The largest relative difference of two sums in another order."""
 _RELATIVE_16 = 3e-2
 """The same, of numbers of 16 bits."""
-_SAMPLES = 4
+_SAMPLES = 2
 """A trial holds what they need, in numbers of 64 bits, next to a copy of the model."""
 
 
@@ -282,24 +274,20 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 def few(inputs: Any) -> Any:
     """Some samples of `inputs`, where each of its tensors has them in its first dim; all of it where not."""
-    if len({each.shape[:1] for each in tensors_in(inputs)}) != 1:
-        return inputs
-    return tree_map_only(Tensor, lambda each: each[:_SAMPLES], inputs)
-
-
-def copied(model: nn.Module, *, is_double: bool = False) -> nn.Module:
-    """A model to try things on; with numbers of 64 bits sums in another order are alike, and no ReLU flips."""
-    made = copy_of(model)
-    return made.double() if is_double else made
+    have_samples = len({each.shape[:1] for each in tensors_in(inputs)}) == 1
+    return tree_map_only(Tensor, lambda each: each[:_SAMPLES], inputs) if have_samples else inputs
 
 
 def uncut_passes(model: nn.Module, inputs: Any) -> tuple[Passes, Any, bool]:
-    """What `model` gives, with the inputs of the trials and whether they compute with 64 bits."""
+    """What `model` gives, with the inputs of the trials and whether they compute with 64 bits.
+
+    With numbers of 64 bits sums in another order are alike, and no ReLU flips.
+    """
     wide = tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, inputs)
     try:
-        return passes(copied(model, is_double=True), wide), wide, True
+        return passes(copy_of(model).double(), wide), wide, True
     except (RuntimeError, TypeError):  # it mixes formats, and says so
-        return passes(copied(model), inputs), inputs, False
+        return passes(copy_of(model), inputs), inputs, False
 
 
 def tried(
@@ -318,7 +306,7 @@ def tried(
         exchange.check()
     except OtherFailed:
         return ""
-    except Exception as error:  # whatever a model raises where it meets parts
+    except Exception as error:  # whatever a model raises where it is given parts
         exchange.check(failed=True)
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
@@ -358,7 +346,7 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def _away(one: Tensor, other: Tensor, size: float) -> float:
-    """How far apart they are, where 1 is what is tolerated."""
+    """The distance between them, where 1 is what is tolerated."""
     if one.shape != other.shape:
         return float("inf")
     away = (one.double() - other.double()).nan_to_num(nan=float("inf") if one.isfinite().all() else 0.0).norm().item()

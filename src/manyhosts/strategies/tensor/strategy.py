@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from manyhosts.communication.dtensors import DTensors
 from manyhosts.communication.gathering import gather_plain
@@ -21,14 +20,14 @@ from manyhosts.communication.world import World
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.cut_model import ComputedTogether, check_hooks, check_memory
+from manyhosts.strategies.cut_model import ComputedTogether, check_hooks, check_memory, copy_of
 from manyhosts.strategies.materialise import is_meta, materialise, places_of
 from manyhosts.strategies.optimizer_step import asks_within_update
 from manyhosts.strategies.strategy import Compute, Piece, Scale, StepOutcome
 from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.tensor.exchange import Exchange
 from manyhosts.strategies.tensor.layers import cut, inner, sum_gradient
-from manyhosts.strategies.tensor.look import copied, few, look, tried, uncut_passes
+from manyhosts.strategies.tensor.look import few, look, tried, uncut_passes
 from manyhosts.strategies.tensor.plan import Group, Plan, models_plan, users_plan
 from manyhosts.strategies.traits import Traits
 
@@ -61,11 +60,10 @@ class TensorParallel(ComputedTogether):
         super().__init__(mesh, DTensors(mesh), name="tensor")
         self.config, self.size = config, mesh.size("tensor")
         mesh.along("replicate")  # all workers make its groups together
-        self.exchange = Exchange(mesh)
-        self.optimizer: Optimizer | None = None
+        self.layer_exchange = Exchange(mesh)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Keep this worker's part of the layers that are cut, equal to the leader's, and all of the rest.
+        """Keep this worker's part of the layers that are cut, equal to rank 0's, and all of the rest.
 
         Raises:
             ConfigError: nothing can be cut, a trial of the plan does not give what the entire model does, or there is
@@ -73,7 +71,7 @@ class TensorParallel(ComputedTogether):
         """
         uncut = next(model.children()) if getattr(model, "is_never_called", False) else model
         for each in self.cut_layers(model, uncut):
-            sum_gradient(each, self.exchange)
+            sum_gradient(each, self.layer_exchange)
         self.parameters = list(model.parameters())
         return model
 
@@ -95,16 +93,11 @@ class TensorParallel(ComputedTogether):
                     plan = self._proved(uncut)
             else:
                 plan = Plan.from_dict(self.world.part.plan)  # that of the workers that it will join
-            cut(uncut, plan, self.exchange, self.device_mesh)
+            cut(uncut, plan, self.layer_exchange, self.device_mesh)
         self.plan = asdict(plan)
-        copies = self.mesh.data.size
-        over = f"{self.size} workers" + (f", in {copies} copies" if copies > 1 else "")
-        self.world.notes.append(f"tensor parallel over {over}: {plan.in_words()} (by layers)")
+        copies = f", in {self.mesh.data.size} copies" if self.mesh.data.size > 1 else ""
+        self.world.notes.append(f"tensor parallel over {self.size} workers{copies}: {plan.in_words()} (by layers)")
         return inner(uncut, plan)
-
-    def hold(self, optimizer: Optimizer) -> None:
-        """Know this worker's optimizer."""
-        self.optimizer = optimizer
 
     def why_all_end(self) -> str:
         """See `CutModel`."""
@@ -124,9 +117,9 @@ class TensorParallel(ComputedTogether):
             )
         inputs = self.sample.inputs()
         try:
-            plan, groups = look(copied(model), given := few(inputs), self.size)
+            plan, groups = look(copy_of(model), given := few(inputs), self.size)
         except Exception:  # a model may count on the batch's size, and raise whatever it likes
-            plan, groups = look(copied(model), given := inputs, self.size)
+            plan, groups = look(copy_of(model), given := inputs, self.size)
         ways = self.config.ways
         if ways:
             plan = users_plan(model, ways, self.size)
@@ -143,12 +136,12 @@ class TensorParallel(ComputedTogether):
 
         def wrong_with(candidate: Plan) -> str:
             """On any worker; empty where nothing is. All workers call this."""
-            own = tried(copied(model), candidate, self.exchange, self.device_mesh, inputs, wanted, is_double=is_double)
+            own = tried(
+                copy_of(model), candidate, self.layer_exchange, self.device_mesh, inputs, wanted, is_double=is_double
+            )
             return next(filter(None, gather_plain(self.world, own)), "")
 
-        if ways:
-            return self._users(plan, groups, model, wrong_with)
-        return self._found(plan, groups, model, wrong_with)
+        return (self._users if ways else self._found)(plan, groups, model, wrong_with)
 
     def _found(self, plan: Plan, groups: tuple[Group, ...], model: nn.Module, wrong_with: Any) -> Plan:
         """The model's own plan, or layer by layer, with each kind of group that a trial shows to be right.
@@ -235,5 +228,5 @@ def _variants(groups: tuple[Group, ...], model: nn.Module, workers: int) -> Iter
 
 
 def _dividable(owner: nn.Module, names: Sequence[str], workers: int) -> tuple[str, ...]:
-    held = {name: owner.__dict__.get(name) for name in names}
-    return tuple(name for name, value in held.items() if type(value) is int and value % workers == 0)
+    values = {name: owner.__dict__.get(name) for name in names}
+    return tuple(name for name, value in values.items() if type(value) is int and value % workers == 0)

@@ -69,6 +69,10 @@ class FirstSteps:
         """A step is about to be computed."""
         self._held = tensor_checksums(self._looked_at())
 
+    def forget_held(self) -> None:
+        """The model is changed meanwhile, and not by its passes."""
+        self._held = {}
+
     def after_forward(self, pieces: int) -> None:
         """Its passes are done, forward and backward, over so many pieces, and nothing has been updated yet.
 
@@ -111,7 +115,7 @@ class FirstSteps:
         if not self._before:
             self._check_late()
             self._before = self._weights()
-            self._attributes = self._kept_beside()
+            self._attributes = self._also_kept()
         local = self.parts.strategy.holding.local
         gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
@@ -151,7 +155,7 @@ class FirstSteps:
                 "the optimizer keeps something under id(parameter), which snapshots have under the parameter's name: "
                 "see that its load_state_dict() takes it back, or a resumed run begins it again"
             )
-        now = self._kept_beside()
+        now = self._also_kept()
         if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:
             self.parts.world.notes.append(
                 f"the optimizer keeps {', '.join(changed)} as attributes, which no snapshot has: a resumed run begins "
@@ -176,13 +180,10 @@ class FirstSteps:
 
     def _nowhere(self, nothing: bool) -> bool:
         """Whether there is `nothing` on any worker that holds a part of the model."""
-        if self.parts.strategy.traits.holds_full_model:
-            return nothing
-        if not self.asks_others:
-            return False
-        return not self.parts.world.any(not nothing)
+        mesh = self.parts.strategy.mesh
+        return (self.asks_others or mesh.parts == 1) and not mesh.any_part(not nothing)
 
-    def _kept_beside(self) -> dict[str, object]:
+    def _also_kept(self) -> dict[str, object]:
         """What an optimizer of the script's own holds besides its `state_dict`: numbers, and where tensors are."""
         optimizer = self.parts.optimizer
         if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:

@@ -86,8 +86,8 @@ class Saved:
         """Those in it that can be put back."""
         if isinstance(self.inside, Tensor) and isinstance(self.value, Tensor):
             yield self.value
-        held = list(self.inside.values()) if isinstance(self.inside, dict) else self.inside
-        for each in held if isinstance(held, list) else [held]:
+        kept_values = list(self.inside.values()) if isinstance(self.inside, dict) else self.inside
+        for each in kept_values if isinstance(kept_values, list) else [kept_values]:
             if isinstance(each, Saved):
                 yield from each.tensors()
 
@@ -164,13 +164,15 @@ class HeldValues:
         """What each holds; those that hold nothing are left out."""
         found = {}
         for name, (holder, key) in self.places.items():
-            for held in _cell(holder) if isinstance(holder, types.CellType) else [holder[key]] if key in holder else []:
-                found[name] = saved(held)
+            for kept_values in (
+                _cell(holder) if isinstance(holder, types.CellType) else [holder[key]] if key in holder else []
+            ):
+                found[name] = saved(kept_values)
         return found
 
-    def put_back(self, held: Held) -> None:
-        """Have each hold what it held."""
-        for name, each in held.items():
+    def put_back(self, kept_values: Held) -> None:
+        """Have each hold its earlier value."""
+        for name, each in kept_values.items():
             holder, key = self.places[name]
             if isinstance(holder, types.CellType):
                 holder.cell_contents = each.put_back()
@@ -189,7 +191,7 @@ class HeldValues:
         self.places.update({f"{name}.{key}" if name else key: (holder, key) for key in keys})
 
     def _add(self, given: Any) -> list[Any]:
-        """Add what `given` holds. Returns what it calls, as far as its code tells."""
+        """Add what `given` holds. Returns what it calls, as far as its code shows."""
         while isinstance(given, functools.partial) or hasattr(given, "__wrapped__"):
             given = given.func if isinstance(given, functools.partial) else given.__wrapped__
         if isinstance(given, nn.Module):
@@ -216,14 +218,16 @@ class HeldValues:
         self._add_names(function.__name__, vars(function), vars(function))
         self._add_names("", variables, names)
         self.places.update({name: (cell, "") for name, cell in cells.items()})
-        held = {name: variables[name] for name in names}
-        held |= {name: each for name, cell in cells.items() for each in _cell(cell)}
-        for name, each in held.items():
+        kept_values = {name: variables[name] for name in names}
+        kept_values |= {name: each for name, cell in cells.items() for each in _cell(cell)}
+        for name, each in kept_values.items():
             if isinstance(each, nn.Module):
                 self._add_modules(name, each)
         functions = (types.FunctionType, types.MethodType, functools.partial)
         return [
-            each for each in held.values() if isinstance(each, functions) or (callable(each) and _is_of_script(each))
+            each
+            for each in kept_values.values()
+            if isinstance(each, functions) or (callable(each) and _is_of_script(each))
         ]
 
 
@@ -284,7 +288,7 @@ class DatasetWatch:
         where = "on other workers it is another" if others else "loader processes read copies made before"
         text = (
             f"the training set's {(others or own)[0]} was changed while it was trained on, and {where}: change it on "
-            "every worker alike, in a callback (listeners are called on the leader alone), with loader_workers=0"
+            "every worker alike, in a callback (listeners are called on rank 0 alone), with loader_workers=0"
         )
         self.world.notes.append(text)
         self.world.news.append(functools.partial(LossLooked, outcome="not tried", text=text))

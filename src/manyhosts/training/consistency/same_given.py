@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
-from manyhosts.data.identity import KEEPS_DRAWS, are_alike, without_text
-from manyhosts.data.same_everywhere import look_at
+from manyhosts.data.identity import KEEPS_DRAWS, are_alike, print_of_set, without_text
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.training.setup.optimizer_kernels import KERNELS
@@ -77,7 +76,7 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any]]) -> None:
     """
     if world.size == 1:
         return
-    reported = gather_plain(world, {name: look_at(each) for name, each in sets.items()})
+    reported = gather_plain(world, {name: print_of_set(each) for name, each in sets.items()})
     for name, first in reported[0].items():
         for rank, other in enumerate(reported):
             if are_alike(first, other[name]):

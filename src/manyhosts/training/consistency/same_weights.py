@@ -13,18 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.gathering import gather_plain
-from manyhosts.communication.parts import TensorPart
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError, TrainingError
 from manyhosts.snapshot.fingerprint import combined, tensor_checksums
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.local_updates import weighted_mean
-from manyhosts.strategies.strategy import Strategy
 from manyhosts.training.consistency.same_given import agree
 from manyhosts.training.setup.build import Parts
 
@@ -46,9 +43,14 @@ def compare_weights(parts: Parts, moment: str) -> None:
     world, model = parts.world, parts.trained
     if world.size == 1:
         return
-    tensors = {**_compared(model, parts.strategy), **parts.callbacks.tensors()}
-    if not parts.strategy.traits.holds_full_model:
-        tensors = _compare_parts(tensors, parts.strategy, moment)
+    given = {**parts.strategy.compared(model), **parts.callbacks.tensors()}
+    differing, tensors = parts.strategy.compare_copies(given, tensor_checksums)
+    if differing:
+        raise TrainingError(
+            f"the workers do not hold the same model: copies of one part of {differing} differ",
+            where=moment,
+            fix=_remedy(differing, is_buffer=False, is_rounding=False),
+        )
     values = {name: value for each in parts.objects.values() for name, value in each.compared().items()}
     own, own_values = tensor_checksums(tensors), value_checksums(values)
     if agree(world, combined({**own, **own_values})):
@@ -69,45 +71,10 @@ def compare_weights(parts: Parts, moment: str) -> None:
     raise _difference(world, tensors, own, moment, buffers={name for name, _ in model.named_buffers()})
 
 
-def _compare_parts(tensors: Mapping[str, Tensor], strategy: Strategy, moment: str) -> dict[str, Tensor]:
-    """See that those that hold the same part of a tensor hold the same. Returns the tensors that are not cut.
-
-    Raises:
-        TrainingError: they do not, on all workers alike.
-    """
-    holding, mesh = strategy.holding, strategy.mesh
-    common = holding.everywhere(tensors)
-    cut = {
-        name: holding.local(each)
-        for name, each in tensors.items()
-        if name not in common or isinstance(holding.part(each), TensorPart)
-    }
-    copies = mesh.along("replicate")
-    rows = gather_plain(copies, tensor_checksums(cut))
-    differing = next((name for name in cut if len({row.get(name) for row in rows}) > 1), "")
-    if name := next(filter(None, gather_plain(mesh.world, differing)), ""):
-        raise TrainingError(
-            f"the workers do not hold the same model: copies of one part of {name} differ",
-            where=moment,
-            fix=_remedy(name, is_buffer=False, is_rounding=False),
-        )
-    return {name: each for name, each in common.items() if name not in cut}
-
-
-def _compared(model: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """What must have equal bits. Workers that step alone count their own batches: integers are not averaged."""
-    held = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
-    if not strategy.traits.synchronous:
-        return {name: each for name, each in held.items() if each.is_floating_point() or each.is_complex()}
-    return held
-
-
 def own_statistics(parts: Parts) -> list[Tensor]:
     """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
-    traits = parts.strategy.traits
-    alike = isinstance(parts.batch_norm, GlobalBatch) or traits.computes_fixed_parts or not traits.synchronous
-    layers = () if alike else parts.trained.modules()
-    return [each for layer in layers if isinstance(layer, _BatchNorm) for each in layer.buffers(recurse=False)]
+    alike = isinstance(parts.batch_norm, GlobalBatch) or parts.strategy.statistics is not None
+    return [] if alike else parts.strategy.own_statistics(parts.trained)
 
 
 def _difference(
@@ -146,7 +113,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _amount(world: World, tensor: Tensor) -> tuple[str, float]:
-    """By how much a tensor differs from the leader's on any worker, in words and as a part of its largest number."""
+    """By how much a tensor differs from rank 0's on any worker, in words and as a part of its largest number."""
     if not tensor.is_floating_point():
         return "", 1.0
     own = tensor.detach().double().contiguous()
@@ -184,11 +151,11 @@ def value_checksums(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _checksum(value: Any) -> str:
     try:
-        apart = flatten(value)
+        flat = flatten(value)
     except SnapshotError:
         return type(value).__name__
-    sums = tensor_checksums(apart.tensors)
-    return f"{zlib.crc32(json.dumps(apart.nodes).encode()):08x} {' '.join(sums[name] for name in sorted(sums))}"
+    sums = tensor_checksums(flat.tensors)
+    return f"{zlib.crc32(json.dumps(flat.nodes).encode()):08x} {' '.join(sums[name] for name in sorted(sums))}"
 
 
 def difference_of_values(

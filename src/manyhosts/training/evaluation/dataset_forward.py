@@ -80,7 +80,7 @@ class ForwardPasses:
             loader_workers=settings.loader_workers,
             world=strategy.mesh.data,
             context=Precision(settings.precision, strategy.mesh.world.device).context,
-            together=strategy.mesh.world if strategy.traits.communicates_in_forward else None,
+            together=strategy.passing(),
             on_progress=on_progress,
         )
 

@@ -111,7 +111,7 @@ class Evaluation:
         """Evaluate the first two batches, the same on every worker, and throw away what comes out.
 
         Whatever cannot work fails here, before training begins, and on all workers alike. Returns the names of the
-        values; nothing where the metrics cannot tell them from two batches.
+        values; nothing where the metrics cannot know them from two batches.
         """
         pieces = [piece for part in range(min(2, self.passes.parts)) for piece in self.passes.pieces(part)][:2]
         batches = self.passes.fetched(iter(pieces))
@@ -219,7 +219,7 @@ class Evaluations:
         return {f"{name}/{key}": value for name, values in found.items() for key, value in values.items()}
 
     def look(self, model: nn.Module) -> set[str]:
-        """Evaluate the first two batches of each; see `Evaluation`. Nothing where one cannot tell its names."""
+        """Evaluate the first two batches of each; see `Evaluation`. Nothing where one does not know its names."""
         found = {name: each.look(model) for name, each in self.by_name.items()}
         return {f"{name}/{key}" for name, keys in found.items() for key in keys} if all(found.values()) else set()
 

@@ -2,7 +2,7 @@
 
 Where the states of the parts can be put together (sums, largest, smallest, lists) that is done, in the order of the
 parts. Other metrics keep what no rule can put together: a running mean of unequal parts, what a wrapper notes besides
-its states. They are fed once more, on every worker, with the outputs of all parts in order (`fed_again`). So are those
+its states. They are fed again, on every worker, with the outputs of all parts in order (`fed_again`). So are those
 whose first update changes an attribute that is no state: no one else could know of it.
 """
 

@@ -1,6 +1,6 @@
 """Predictions: what a model makes of each sample of a dataset, in the dataset's order, on every worker.
 
-The samples are cut into the parts of an evaluation, so the bits are the same on any number of workers. These tell each
+The samples are cut into the parts of an evaluation, so the bits are the same on any number of workers. These send each
 other what each part gave as soon as all have one: what is in memory is the answer, which every worker has complete, and
 one part of each worker.
 """

@@ -52,7 +52,7 @@ class Balance:
         return self._batches().cuts.reached
 
     def hear(self, table: Sequence[WorkerTimes], *, since: Position, reached: Position) -> str | None:
-        """Take what all workers tell of the steps since position `since`, and cut those from `reached` on otherwise.
+        """Take what all workers report of the steps since position `since`, and cut those from `reached` on otherwise.
 
         `reached`: the latest that any worker has come to. Returns what is to be said of the new cut, empty where a
         change is under way, None where none is.
@@ -84,19 +84,19 @@ class Balance:
 
     def _shares(self, cut: Cut, workers: int) -> list[int]:
         """How many samples of a full batch, or parts, each worker has."""
-        if cut.held:
-            return [len(own) for own in cut.held]
+        if cut.assignment:
+            return [len(own) for own in cut.assignment]
         return [end - begin for begin, end in (cut.bounds(self._batches().samples, rank) for rank in range(workers))]
 
     def _slowest_s(self, shares: Sequence[int]) -> float:
         return max(share * each for share, each in zip(shares, self._seconds, strict=True))
 
     def _cut(self, before: Cut, shares: Sequence[int]) -> Cut:
-        if not before.held:
+        if not before.assignment:
             return replace(before, sizes=tuple(shares))
-        held = tuple(range(*ends) for ends in pairwise(accumulate(shares, initial=0)))
-        own = held[self._batches().rank]
-        return replace(before, first=own.start, last=own.stop, held=held)
+        assignment = tuple(range(*ends) for ends in pairwise(accumulate(shares, initial=0)))
+        own = assignment[self._batches().rank]
+        return replace(before, first=own.start, last=own.stop, assignment=assignment)
 
     def _sentence(self, shares: Sequence[int], hosts: Sequence[str]) -> str:
         by_host = Counter[str]()
@@ -105,5 +105,5 @@ class Balance:
             by_host[f"host {host}" if several else f"rank {rank}"] += share
         reported = ", ".join(f"{who} {share}" for who, share in list(by_host.items())[:_SHOWN])
         rest = f" and {len(by_host) - _SHOWN} more" if len(by_host) > _SHOWN else ""
-        things = "parts" if self._cuts is not None and self._cuts.newest.held else "samples"
+        things = "parts" if self._cuts is not None and self._cuts.newest.assignment else "samples"
         return f"each batch of {sum(shares)} {things} is cut by the workers' speeds now: {reported}{rest}"

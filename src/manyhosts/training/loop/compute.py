@@ -99,7 +99,7 @@ class ForwardPass:
                 values = {"loss": loss_of(self.loss, model(inputs), targets)}
         if isinstance(values, Terms):
             values = values.counted(piece)
-        self._check_gradient(values["loss"])
+        check_gradient(values["loss"], _where(self.step))
         if looks and _gradients(parameters) != before:
             raise ConfigError(
                 "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
@@ -109,15 +109,6 @@ class ForwardPass:
             )
         return values
 
-    def _check_gradient(self, loss: Tensor) -> None:
-        if not loss.requires_grad:
-            raise ConfigError(
-                "the loss does not depend on any parameter that is trained, so it has no gradient",
-                where=_where(self.step),
-                fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
-                "the loss as it is computed: backward() is called by the trainer",
-            )
-
     def inputs_of(self, piece: Piece) -> tuple[Any, Any]:
         """See `strategies.strategy.InTwo`."""
         batch = piece.batch
@@ -126,9 +117,9 @@ class ForwardPass:
 
     def values_of(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """See `strategies.strategy.InTwo`."""
-        assert self.loss is not None, "a strategy that computes model and loss apart refuses a step"
+        assert self.loss is not None, "a strategy that computes model and loss separately refuses a step"
         values = {"loss": loss_of(self.loss, outputs, targets)}
-        self._check_gradient(values["loss"])
+        check_gradient(values["loss"], _where(self.step))
         return values
 
     def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
@@ -139,6 +130,21 @@ class ForwardPass:
         assert self.loss is not None, "a trainer has either a loss or a step"
         inputs, targets = pair(batch)
         return {"loss": loss_of(self.loss, model(inputs), targets)}
+
+
+def check_gradient(loss: Tensor, where: str, *, of: str = "that is trained") -> None:
+    """See that there is something to go backward through; `of`: which parameters are to be given a gradient.
+
+    Raises:
+        ConfigError: there is nothing; `where` says whose loss it is.
+    """
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"the loss does not depend on any parameter {of}, so it has no gradient",
+            where=where,
+            fix="look for detach(), torch.no_grad(), .item() or argmax between the model and the loss, and return "
+            "the loss as it is computed, without a backward() of its own",
+        )
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -278,15 +284,16 @@ def number_of(name: str, value: Any, device: torch.device, where: str, dtype: to
     """A value that is logged besides a loss.
 
     Raises:
-        ConfigError: it is neither a tensor nor a number.
+        ConfigError: it is not one number.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value
     try:
         return torch.tensor(float(value), dtype=dtype, device=device)
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as cause:
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ConfigError(
-            f"the value {name!r} is a {type(value).__name__}, but what is logged next to a loss must be one number",
+            f"the value {name!r} is a {type(value).__name__}{shape}, but what goes with a loss must be one number",
             where=where,
             fix="give each number a name of its own; what metrics take goes under 'outputs' and 'targets' (mh.Trainer)",
         ) from cause

@@ -16,14 +16,11 @@ from manyhosts.data import randomness
 from manyhosts.data.steps import Steps
 from manyhosts.errors import TrainingError
 from manyhosts.events import EpochDone, Note, StepDone, ValidationDone
-from manyhosts.strategies.local_updates import LocalUpdates, averaged_parameters
-from manyhosts.strategies.strategy import UpdatesWithin
-from manyhosts.training.consistency.finite import first_not_finite
 from manyhosts.training.consistency.held_values import DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import CutOff
 from manyhosts.training.loop.learning_rate import VanishedRate
-from manyhosts.training.loop.numbers import BadStep, StepFacts, StepMetricValues, named
+from manyhosts.training.loop.numbers import BadStep, StepFacts, StepMetricValues, first_not_finite, named
 from manyhosts.training.loop.step import Stepper
 from manyhosts.training.loop.training import Progress, Training, due, reached, total_steps
 from manyhosts.training.telemetry.pace import StragglerMonitor
@@ -31,7 +28,7 @@ from manyhosts.units import Duration
 
 
 class StepReporter:
-    """Tells the steps of one loop, its epochs, and what its workers have found out on the way."""
+    """Reports the steps of one loop, its epochs, and what its workers have found out on the way."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -41,7 +38,7 @@ class StepReporter:
         """The last step that was reported and whose numbers were well."""
 
     def read(self, *, all_of_them: bool = False) -> None:
-        """Tell the steps whose numbers have come, and take from them what the workers decide together.
+        """Report the steps whose numbers have come, and take from them what the workers decide together.
 
         Raises:
             BadStep, TrainingError: see `of_step`.
@@ -52,7 +49,7 @@ class StepReporter:
             self.of_world()
 
     def of_step(self, numbers: StepMetricValues) -> None:
-        """Tell a step, add it to its epoch's sums, and hear what the workers decide together.
+        """Report a step, add it to its epoch's sums, and hear what the workers decide together.
 
         Raises:
             BadStep: its numbers are none, and all are to go back to before it.
@@ -67,22 +64,22 @@ class StepReporter:
             state.epoch_weight += weight
             state.epoch_samples += facts.samples
         state.epoch_seconds += facts.timing.total
-        self.training.tell(step_done(numbers))
+        self.training.emit(step_done(numbers))
         if self.rate is not None and (text := self.rate.note(facts.lr, facts.step)):
-            self.training.tell(Note(text=text, step=facts.step, time=time.time()))
+            self.training.emit(Note(text=text, step=facts.step, time=time.time()))
 
     def of_world(self) -> None:
-        """Tell what the exchanges between workers have left to be said."""
+        """Report what the exchanges between workers have left to be said."""
         world, step = self.training.parts.world, self.training.state.step
         while world.notes:
-            self.training.tell(Note(text=world.notes.pop(0), step=step, time=time.time()))
+            self.training.emit(Note(text=world.notes.pop(0), step=step, time=time.time()))
         while world.news:
-            self.training.tell(world.news.pop(0)(step=step, time=time.time()))
+            self.training.emit(world.news.pop(0)(step=step, time=time.time()))
 
     def of_epoch(self) -> None:
-        """Tell the sums of the epoch that has ended, and begin new ones."""
+        """Report the sums of the epoch that has ended, and begin new ones."""
         state = self.training.state
-        self.training.tell(
+        self.training.emit(
             EpochDone(
                 step=state.step,
                 epoch=state.position.epoch - 1,
@@ -110,11 +107,9 @@ class StepReporter:
             raise BadStep(facts.step, trouble, where)
         if facts.weight == 0 or bad_steps.leave_out or bad_steps.rewinds:
             text = f"step {facts.step} was left out: {trouble} ({where})"
-            self.training.tell(Note(text=text, step=facts.step, time=time.time()))
+            self.training.emit(Note(text=text, step=facts.step, time=time.time()))
             return False
-        # On a GPU later steps have changed the weights by now, and where it updates within itself this one has.
-        is_as_before = bad_steps.on_cpu and not isinstance(self.training.parts.strategy, UpdatesWithin)
-        if is_as_before and (what := self._not_finite()):
+        if bad_steps.keeps_weights and (what := self._not_finite()):
             raise self._bad_update(what)
         raise self._end(f"{trouble} in step {facts.step}", where)
 
@@ -134,7 +129,7 @@ class StepReporter:
         """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
         parts, strategy = self.training.parts, self.training.parts.strategy
         what = first_not_finite(parts.trained, strategy.holding)
-        if not strategy.traits.holds_full_model and parts.world.any(bool(what)):
+        if strategy.mesh.any_part(bool(what)):
             what = what or "nan or infinity in what another worker holds of the model"
         return what
 
@@ -187,7 +182,7 @@ class AfterStep:
         self.dataset_watch = DatasetWatch(
             parts.data_identity.dataset, parts.world, elsewhere=settings.loader_workers not in (0, "auto")
         )
-        exchanges = not parts.strategy.traits.synchronous
+        exchanges = training.bad_steps.drifts
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),
             self.end_epoch,
@@ -216,9 +211,8 @@ class AfterStep:
     # Those of the training itself.
 
     def exchange(self) -> None:
-        """Where workers step alone: exchange what is due after the last step, and tell the step with what that took."""
+        """Where workers step alone: exchange what is due after the last step, and report the step with its cost."""
         world, strategy = self.training.parts.world, self.training.parts.strategy
-        assert isinstance(strategy, LocalUpdates), "no other has such a duty"
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
         strategy.exchange(self.training.parts.trained)
         self.training.numbers.lengthen(
@@ -231,7 +225,7 @@ class AfterStep:
         self.step_reporter.read()
 
     def end_epoch(self) -> None:
-        """Tell the epoch's sums and begin new ones, where the last step ended one; the schedule may follow epochs."""
+        """Report the epoch's sums and begin new ones, where the last step ended one; the schedule may follow epochs."""
         if self.training.ends_epoch:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
@@ -284,7 +278,7 @@ class AfterStep:
         if schedule.saved_at == state.step:
             schedule.saved_at = -1  # that snapshot knows nothing of this validation
         try:
-            with averaged_parameters(parts.strategy, parts.trained), parts.callbacks.evaluated(parts.trained):
+            with parts.strategy.averaged(parts.trained), parts.callbacks.evaluated(parts.trained):
                 compare_weights(parts, f"before the validation of step {state.step}")
                 state.validation = training.validation(parts.model, asked=lambda: signals.control_flags)
         except CutOff as cut:
@@ -297,7 +291,7 @@ class AfterStep:
         best = self.note_values(state.validation)
         self.call_callbacks("after_validation", values=dict(state.validation))
         training.schedule.after_validation(state.validation[schedule.rule.metric])
-        training.tell(
+        training.emit(
             ValidationDone(
                 step=state.step,
                 epoch=self.epoch(),
@@ -375,7 +369,7 @@ class Loop:
     def __init__(self, training: Training, pace: StragglerMonitor | None = None) -> None:
         """`pace`: see `AfterStep`."""
         self.training = training
-        self.exchanges = not training.parts.strategy.traits.synchronous
+        self.exchanges = training.bad_steps.drifts
         """Whether workers step alone, and exchange something after a step."""
         self.step_reporter = StepReporter(training)
         self.after_step = AfterStep(training, self.step_reporter, pace)
@@ -442,7 +436,7 @@ class Loop:
             training.save_again = True
             training.done_actions = min(training.done_actions, training.all_actions - 1)
         self.stepper.first_steps.stream_is_new = False  # a new worker would not compare it
-        if training.parts.world.is_leader:
+        if training.parts.world.is_rank_0:
             training.start_clock()
 
     def place(self) -> dict[str, Any]:

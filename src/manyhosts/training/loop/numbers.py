@@ -9,7 +9,7 @@ To stop at a loss or a gradient that is NaN or infinite, or to go back to a snap
 its numbers must be known before the update; on a CPU they are, and for a GPU this is one wait per step. A run that
 stops looks at no gradient that is not clipped, because that would cost every step something. A gradient that is NaN
 under a finite loss then gets into the weights. It shows in the next loss, or where weights are looked at before they
-are kept: see `finite`.
+are kept: see `first_not_finite`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.data.order import Indices
-from manyhosts.device import Event, is_asynchronous, module
+from manyhosts.device import Event, by_device, is_asynchronous, module
 from manyhosts.events import StepTiming
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.setup.build import Parts
@@ -173,10 +174,8 @@ class DeferredMetrics:
 
     def read(self, *, all_of_them: bool = False) -> list[StepMetricValues]:
         """The steps that are old enough to be read, or all."""
-        ready = []
-        while len(self.pending) > (0 if all_of_them else self.lag):
-            ready.append(_known(self.pending.popleft()))
-        return ready
+        ready = len(self.pending) - (0 if all_of_them else self.lag)
+        return [_known(self.pending.popleft()) for _ in range(ready)]
 
 
 def _known(pending: _Pending | StepMetricValues) -> StepMetricValues:
@@ -238,6 +237,9 @@ class BadSteps:
         self.judges_norm = clips or self.rewinds
         """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
         self.on_cpu = parts.world.device.type == "cpu"
+        self.keeps_weights = self.on_cpu
+        """Whether weights are still those of before a step that is found bad. On a GPU later steps have changed them by
+        then, and where the strategy updates within a step this one has."""
         self.drifts = not parts.strategy.traits.synchronous
         """Whether each worker has a gradient of its own, of which the others know nothing."""
         self.scaled = parts.precision.scaler is not None
@@ -274,11 +276,6 @@ class BadSteps:
         """The norm that is reported of `step`, whose gradient is complete: now and then also where none clips by it."""
         if norm is not None or step % SHOW_NORM_EVERY != 1:
             return norm
-        gradients = (parameter.grad for parameter in self.parts.trained.parameters())
-        if not self.parts.strategy.traits.takes_sparse_gradients and any(
-            each is not None and each.is_sparse for each in gradients
-        ):
-            return None
         self.parts.precision.unscale(self.parts.optimizer)
         return self._norm()
 
@@ -312,3 +309,37 @@ def named(indices: Indices, shards: int, most: int = 64) -> str:
         places.setdefault(number % shards, []).append(number // shards)
     found = ", ".join(f"{each} of shard {shard}" for shard, each in places.items())
     return f"samples {found}{more}, of {shards} shards"
+
+
+# Whether all weights are finite: looked at before they are kept, because no run continues from others.
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, holding: Holding = UNCUT) -> str:
+    """What is wrong with the first trained parameter that holds NaN or infinity, or the first buffer that holds NaN.
+
+    Nothing where all are well. A buffer may well hold infinities, as a mask of attention does. One pass over the
+    memory, and one wait for a GPU. Of what is cut each worker looks at what it holds.
+    """
+    parameters = {name: holding.local(value) for name, value in model.named_parameters() if value.requires_grad}
+    buffers = {name: holding.local(value) for name, value in model.named_buffers()}
+    largest = _largest([*parameters.values(), *buffers.values()])
+    if bool(largest.isfinite()):
+        return ""
+    for name, parameter in parameters.items():
+        if not bool(parameter.isfinite().all()):
+            return f"{'nan' if bool(parameter.isnan().any()) else 'infinity'} in the parameter {name!r}"
+    return next((f"nan in the buffer {name!r}" for name, buffer in buffers.items() if bool(buffer.isnan().any())), "")
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest absolute number in `tensors`; NaN where one is. Shape ()."""
+    looked_at = [each for each in tensors if each.numel() and (each.is_floating_point() or each.is_complex())]
+    if not looked_at:
+        return torch.zeros(())
+    found = []
+    for own in by_device(looked_at).values():
+        # Numbers of one byte have no norm of their own.
+        norms = torch._foreach_norm([each.float() if each.element_size() == 1 else each for each in own], math.inf)
+        found.append(torch.stack([norm.float() for norm in norms]).max().cpu())
+    return torch.stack(found).max()

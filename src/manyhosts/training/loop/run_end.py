@@ -47,7 +47,7 @@ class RunEnd:
         tried_again = False
         while not snapshot_schedule.has_complete(step):
             if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
-                # The leader alone knows all of it.
+                # Rank 0 alone knows all of it.
                 reported = [snapshot_schedule.trouble, snapshot_schedule.last_good()]
                 trouble, last_good = gather_plain(self._training.parts.world, reported)[0]
                 raise TrainingError(
@@ -82,11 +82,11 @@ class RunEnd:
         """Record how the run ended. Returns the hash of the weights; nothing where no one can know it."""
         training, parts, step = self._training, self._training.parts, self._training.state.step
         # After a failure the others may not come to where the entire weights are put together.
-        can_hash = parts.strategy.traits.holds_full_model or not is_failure
+        can_hash = parts.strategy.mesh.parts == 1 or not is_failure
         weights = weights_sha256(parts.model, parts.strategy.holding) if can_hash and parts.world.drain() else ""
-        if parts.world.is_leader and (others := self._neighbours.in_words()):
-            training.run_log.tell(Note(text=others, step=step, time=time.time()))
-        training.run_log.tell_end(
+        if parts.world.is_rank_0 and (others := self._neighbours.in_words()):
+            training.run_log.emit(Note(text=others, step=step, time=time.time()))
+        training.run_log.emit_end(
             RunEnded(
                 step=step,
                 epoch=training.state.position.epoch,
@@ -101,8 +101,8 @@ class RunEnd:
 
 
 _LOCK = "last-snapshot.lock"
-_LEADER_FIRST_S = 0.3
-"""How long others let the leader go first, whose records need no taking over."""
+_RANK_0_FIRST_S = 0.3
+"""How long others let rank 0 go first, whose records need no taking over."""
 
 
 class LastSnapshot:
@@ -121,14 +121,11 @@ class LastSnapshot:
             return "the best model, of a step before, was being written"
         if parts.auditor is not None or training.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
-        traits = parts.strategy.traits
-        if not (traits.synchronous and traits.holds_full_model) or parts.strategy.state_dict():
-            return "each worker holds something of its own"
-        if own_statistics(parts):
+        if parts.strategy.has_own or parts.strategy.state_dict() or own_statistics(parts):
             return "each worker holds something of its own"
         if state.stream:
             return "each worker knows a part of how far the stream is read"
-        if self.snapshot_schedule.store.apart and not (self.run_log.led or self.run_log.copies):
+        if self.snapshot_schedule.store.separate_disks and not (self.run_log.led or self.run_log.copies):
             return "another worker writes the records on this disk"
         return ""
 
@@ -140,7 +137,7 @@ class LastSnapshot:
         assert membership is not None, "somebody has refused to continue"
         membership.saving()
         if not self.run_log.led:
-            time.sleep(_LEADER_FIRST_S)
+            time.sleep(_RANK_0_FIRST_S)
         try:
             with run_lock.alone_in(self.run_log.directory.path, _LOCK) as is_alone:
                 if is_alone and not self._is_there() and self._is_ours():
@@ -166,7 +163,7 @@ class LastSnapshot:
         loop.step_reporter.read(all_of_them=True)
         loop.step_reporter.check_weights()
         loop.after_step.leave_validation()
-        self.run_log.become_leader(continues=False)
+        self.run_log.become_rank_0(continues=False)
         if self.run_log.flush() and self.snapshot_schedule.save_alone(state):
             sys.stderr.write(f"manyhosts: saved step {state.step} before this worker ends\n")
             self.run_log.flush()

@@ -118,7 +118,7 @@ class StreamSource(Source):
 class ShardedSource(Source):
     """Steps of a stream of which every worker reads some shards.
 
-    No one knows beforehand how long a shard is, so before each step the workers tell each other how many samples each
+    No one knows beforehand how long a shard is, so before each step the workers send each other how many samples each
     shard gives and whether there is more of it; the epoch is over when all are. So each knows how far every shard has
     been read. Costs one exchange of twice as many numbers as there are shards, and one. A shard stays with its worker
     until the epoch is over.
@@ -138,11 +138,11 @@ class ShardedSource(Source):
 
     def _agreed(self, reader: ShardReader, epoch: int, progress: ShardProgress) -> Steps:
         own = reader.shares(epoch, progress)
-        held: Share | None = None
+        pending: Share | None = None
         ghost: LoadedPiece | None = None
         while True:
-            held = held or next(own)
-            share = held if held.epoch == epoch else Share(epoch, {}, [], [], {})
+            pending = pending or next(own)
+            share = pending if pending.epoch == epoch else Share(epoch, {}, [], [], {})
             shards = len(progress.read)
             given, left, most_pieces = self._exchange(share, shards)
             total, going_on = sum(given), any(left)
@@ -151,15 +151,15 @@ class ShardedSource(Source):
             pieces = _weighted(share.pieces, total)
             if self.cut.level:
                 # A worker that has less than others shows the model a sample that counts for nothing.
-                ghost = (pieces or held.pieces or [ghost or reader.ghost(epoch, shards)])[-1]
+                ghost = (pieces or pending.pieces or [ghost or reader.ghost(epoch, shards)])[-1]
                 pieces = _leveled(pieces, self.cut, most_pieces, ghost)
             taken = progress.taken(given)
             progress = progress.after(given, left, share.states)
             after = Position(epoch, sum(progress.read)) if going_on else Position(epoch + 1)
             kept = progress.to_stream() if going_on else {}
-            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards, held=self.cut.held)
-            if share is held:
-                held = None
+            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards, assignment=self.cut.assignment)
+            if share is pending:
+                pending = None
             if not going_on:
                 epoch, progress = epoch + 1, ShardProgress.at_beginning(reader.shards)
 

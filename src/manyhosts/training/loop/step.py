@@ -22,19 +22,7 @@ from manyhosts.events import StepTiming
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
-from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import (
-    Compute,
-    Elastic,
-    FixedParts,
-    HandsOut,
-    InCopies,
-    Piece,
-    PreparesUpdate,
-    StepOutcome,
-    TellsMisuse,
-    UpdatesWithin,
-)
+from manyhosts.strategies.strategy import Compute, Piece, StepOutcome
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.compute import may_draw
 from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
@@ -56,7 +44,7 @@ class Stepper:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        parts, settings, strategy = training.parts, training.settings, training.parts.strategy
+        parts, settings, self.strategy = training.parts, training.settings, training.parts.strategy
         shown = training.run_log.keep_pictures if settings.keep_pictures else None
         self.transfers = Transfers(parts.world.device, training.numbers, shown)
         self.clock = StepClock(parts.world, training.snapshot_schedule.store, self.transfers)
@@ -69,13 +57,8 @@ class Stepper:
         if parts.own_step is not None:
             remembers = training.survives or training.bad_steps.leave_out
             parts.own_step.begin(self, training.state, remembers=remembers)
-        if isinstance(strategy, UpdatesWithin):
-            strategy.before_update = training.snapshot_schedule.before_update
-        # Asked once: to ask a protocol takes as long as a small layer.
-        self.fixed_parts = strategy if isinstance(strategy, FixedParts) else None
+        self.strategy.before_update = self.before_inner_update
         self.acts = bool(parts.callbacks)
-        self.prepares = strategy if isinstance(strategy, PreparesUpdate) else None
-        self.misuse_told = strategy.misuse_told if isinstance(strategy, TellsMisuse) else nullcontext
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
@@ -140,6 +123,12 @@ class Stepper:
         if looking:
             self.first_steps.rate = max(float(group["lr"]) for group in optimizer.param_groups)
 
+    def before_inner_update(self) -> None:
+        """The strategy is about to change the model in the midst of its passes, and not by `update`."""
+        self.training.snapshot_schedule.before_update()
+        self.first_steps.forget_held()  # what changes now is not to be told from what passes change
+        self.training.bad_steps.keeps_weights = False
+
     def update_unless_bad(self, number: int, loss: Tensor) -> bool:
         """Step the optimizer, unless loss or gradient is not finite. Whether the model has changed."""
         training, bad_steps = self.training, self.training.bad_steps
@@ -174,8 +163,7 @@ class Stepper:
         training, parts, done = self.training, self.training.parts, self.training.state.step
         warms_up = done < parts.warmup.steps
         with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else _NOTHING:
-            if self.prepares is not None:
-                self.prepares.prepare_update()
+            self.strategy.prepare_update()
             step = partial(parts.strategy.update, parts.trained, parts.precision.stepper(parts.optimizer))
             self.update(parts.optimizer, step, randomness.UPDATE, done)
         if training.schedule.follows_steps:
@@ -198,8 +186,7 @@ class Stepper:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
         parts = self.training.parts
         with acting(parts.batch_norm):
-            # What changes the model in the midst of its passes is not to be told from what passes change.
-            if not self.first_steps.looking or parts.own_step is not None or isinstance(parts.strategy, UpdatesWithin):
+            if not self.first_steps.looking or parts.own_step is not None:
                 yield
                 return
             self.first_steps.before_forward()
@@ -217,7 +204,7 @@ class Stepper:
         step = self.transfers.next_of(steps)
         if self.training.parts.watcher is not None:
             step = self.training.parts.watcher.reads(step)
-        with self.misuse_told():
+        with self.strategy.misuse_told():
             weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
 
@@ -227,10 +214,9 @@ class Stepper:
         if self.first_steps.stream_is_new:
             self.first_steps.stream_is_new = False
             compare_streams(parts.world, step)
-        parts.world.take_waits()  # what workers tell each other to find the samples is a part of waiting for those
+        parts.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
         training.under_way, training.taken = number, step
-        if self.fixed_parts is not None:
-            self.fixed_parts.share_out(step.held)
+        self.strategy.share_out(step.assignment)
         if training.run_log.samples is not None and number not in training.state.left_out:
             self.note(number, step)
         if self.buffers:
@@ -242,13 +228,11 @@ class Stepper:
 
     def note(self, number: int, step: Step) -> None:
         """Note which samples this worker computes; of pieces that go to a free worker, each when it is taken."""
-        note_samples, strategy = self.training.run_log.note_samples, self.training.parts.strategy
-        if not strategy.mesh.leads_replica:
-            return  # another reads the same ones
-        if isinstance(strategy, HandsOut):
-            strategy.taken = lambda piece: note_samples(number, _indices([step.pieces[piece]]))
-        else:
-            note_samples(number, _indices(step.pieces))
+        if self.strategy.mesh.leads_replica:  # others read the same ones
+            note = self.training.run_log.note_samples
+            self.strategy.report_taken(
+                len(step.pieces), lambda taken: note(number, _indices([step.pieces[each] for each in taken]))
+            )
 
     def audit(self, auditor: Auditor, number: int, step: Step) -> None:
         """Ready the parts that this worker computes again for another."""
@@ -258,8 +242,6 @@ class Stepper:
     def call_callbacks(self, step: Step, *, updated: bool) -> None:
         """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
         training, parts, state = self.training, self.training.parts, self.training.state
-        if not parts.callbacks:
-            return
         training.snapshot_schedule.before_update()
         before = (state.step, parts.source.epochs(state.position))
         moment = parts.moment(state.step + 1, parts.source.epochs(step.after), before=before, updated=updated)
@@ -301,20 +283,21 @@ class Stepper:
 
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
-        training, strategy, own_step = self.training, self.training.parts.strategy, self.training.parts.own_step
+        training, strategy, own_step = self.training, self.strategy, self.training.parts.own_step
         self.first_steps.asks_others = False  # new workers do not know how many steps were looked at
-        if training.under_way and not training.inconsistent and isinstance(strategy, Elastic):
+        if training.under_way and not training.inconsistent:
             if not finished or own_step is not None or not strategy.complete:
                 if self.buffers:
                     self.buffers.put_back()
                 strategy.step_back()
                 if own_step is not None:
                     own_step.step_back()
-            elif isinstance(strategy, LocalUpdates | InCopies) and training.taken is not None:
-                if isinstance(strategy, LocalUpdates):
+            elif strategy.has_own and training.taken is not None:
+                if self.norm is None:  # else the gradient is clipped already
                     self.clip()
                 self.step_optimizer()
-                self.call_callbacks(training.taken, updated=True)
+                if self.acts:
+                    self.call_callbacks(training.taken, updated=True)
                 self.count(training.taken)
         training.tried, training.under_way = max(training.tried, training.under_way), 0
 
@@ -330,7 +313,7 @@ class Transfers:
     def __init__(
         self, device: torch.device, numbers: DeferredMetrics, see_first: Callable[[Any], None] | None = None
     ) -> None:
-        """`numbers` tell, of a device that is not the CPU, how long it had nothing to do meanwhile.
+        """`numbers` say, of a device that is not the CPU, how long it had nothing to do meanwhile.
 
         `see_first` is shown the first batch of the run, on the CPU.
         """
@@ -363,11 +346,8 @@ class Transfers:
     def _bring(self, piece: LoadedPiece | DuePiece, step: int) -> Any:
         """The batch of a piece, on this worker's device. To wait for it is to wait for data."""
         begin = time.perf_counter()
-        if self._on_cpu:
+        with _NOTHING if self._on_cpu else self._numbers.waiting_for_data():
             batch = piece.batch
-        else:
-            with self._numbers.waiting_for_data():
-                batch = piece.batch
         if step == 0 and self._see_first is not None and piece.plan.weight:
             self._see_first(batch)
             self._see_first = None

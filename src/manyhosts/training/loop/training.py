@@ -1,7 +1,7 @@
 """One training on one worker: where it is, what its workers decide together, and the pure rules on how far it is.
 
 All workers must decide alike, or one waits for ever in a collective. So a rule looks only at numbers that are equal on
-all of them: the count of steps, the position in the data, and the leader's clock, which travels with the loss. A signal
+all of them: the count of steps, the position in the data, and rank 0's clock, which travels with the loss. A signal
 that asks a run to stop is a wish, which travels with the next step's loss, too: all workers stop after the same step,
 whichever of them was asked. A second signal is obeyed at once.
 """
@@ -43,7 +43,7 @@ class Progress:
     epochs: float = 0.0
     """Epochs done, with the fraction of the one under way; integers only for a stream, whose length is unknown."""
     seconds: float = 0.0
-    """Time spent in this run, over all restarts, by the leader's clock."""
+    """Time spent in this run, over all restarts, by rank 0's clock."""
 
 
 def reached(limit: Duration, progress: Progress) -> str:
@@ -61,7 +61,7 @@ def reached(limit: Duration, progress: Progress) -> str:
 
 
 def total_steps(limit: Duration, steps_per_epoch: int | None, now: Progress | None = None) -> int | None:
-    """The optimizer steps that a run of this duration has; None where only time or the end of a stream tells.
+    """The optimizer steps that a run of this duration has; None where only time or the end of a stream shows it.
 
     `now`: where it is, when steps before may have had another batch, so that an epoch had another number of them.
     """
@@ -227,9 +227,9 @@ class Training:
         self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
         self.start_clock()
 
-    def tell(self, news: Event) -> None:
-        """Tell the listeners, and a profile that is being made."""
-        self.run_log.tell(news)
+    def emit(self, news: Event) -> None:
+        """Pass an event to the listeners, and to a profile that is being made."""
+        self.run_log.emit(news)
         if self.profiling is not None:
             self.profiling.hear(news)
 
@@ -238,14 +238,14 @@ class Training:
         state = self.state
         return Progress(state.step, self.parts.source.epochs(state.position), state.seconds)
 
-    # What workers tell each other with each loss, to decide alike; the sums come back with the numbers of the step.
+    # What workers send each other with each loss, to decide alike; the sums come back with the numbers of the step.
 
     def start_clock(self) -> None:
-        """The run's clock, which is the leader's, continues from the time that the run has taken so far."""
+        """The run's clock, which is rank 0's, continues from the time that the run has taken so far."""
         self._began = time.perf_counter() - self.state.seconds
 
     def control_flags(self) -> tuple[float, ...]:
-        """The leader's clock, whether this worker knows of one that wants to join, and what asked it to stop."""
+        """Rank 0's clock, whether this worker knows of one that wants to join, and what asked it to stop."""
         world = self.parts.world
         clock = time.perf_counter() - self._began if world.place.rank == 0 else 0.0
         joining = world.membership is not None and world.membership.change_asked
@@ -255,5 +255,4 @@ class Training:
         """Take the sums over all workers of what each sent with a step."""
         self.state.seconds, joining, *asked = sums
         self.stop_signals.hear(asked)
-        if joining > 0:
-            self.change_granted = True
+        self.change_granted |= joining > 0

@@ -72,7 +72,7 @@ class Seen:
     """The largest difference, as a share of the loss, or of the gradient."""
     names: list[str] = field(default_factory=list)
     """Of the losses that the rule gives a number each for; `""` where it gives one number."""
-    beside: dict[str, str] = field(default_factory=dict)
+    findings: dict[str, str] = field(default_factory=dict)
     """What else there is, of the kinds below: the name of what it is in; empty where there is none of a kind."""
 
 
@@ -226,7 +226,7 @@ class Comparison:
         """Note how all is before the first pass. What is found is written into `seen`. `double`: in float64."""
         self.look, self.module, self.seen, self.double = look, module, seen, double
         self.places = HeldValues(module, look.forward.step, look.forward.loss)
-        self.held = self.places.now()
+        self.saved = self.places.now()
         if not look.copies and self.places.asks_for_training:
             seen.because = "the model asks for it, and its workers exchange something in each forward pass"
         self.parameters = dict(module.named_parameters())
@@ -275,7 +275,7 @@ class Comparison:
         if late := [name for name, _ in self.module.named_parameters() if name not in self.parameters]:
             raise NotTried(f"the model makes the parameter {late[0]!r} in its forward pass")
         parted = {layer for layer, calls in rows.items() if len(calls) > 1 and any(each % count for each in calls)}
-        self.seen.beside |= {
+        self.seen.findings |= {
             IGNORES: "labels" * has_ignored(batch),
             IN_CHUNKS: next((name for name, each in model_of(self.module).named_modules() if each in parted), ""),
         }
@@ -289,10 +289,10 @@ class Comparison:
         if matters and _difference(full, [self._loss(again)], one)[0] > SURE:
             raise NotTried(OTHER_AGAIN)
         # What is set in the first pass and then used, too: with it, the second one has another value.
-        changed = differing(first, then) or (matters and differing(self.held, first)) or [""]
+        changed = differing(first, then) or (matters and differing(self.saved, first)) or [""]
         losses: list[Losses] = [self._loss(part) for part in parts]
         by_samples = changed[0] in differing(first, self.places.now())
-        self.seen.beside |= {
+        self.seen.findings |= {
             KEEPS: changed[0],
             KEEPS_STATE: changed[0] * (matters and (self.look.accumulates or by_samples)),
         }
@@ -315,7 +315,7 @@ class Comparison:
         off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in full.items()}
         worst = max(off, key=off.__getitem__, default="")
         self.seen.off = max(self.seen.off, off.get(worst, 0.0))
-        self.seen.beside[CHANGES_GRADIENTS] = worst * (off.get(worst, 0.0) > self._rounding())
+        self.seen.findings[CHANGES_GRADIENTS] = worst * (off.get(worst, 0.0) > self._rounding())
 
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
@@ -353,10 +353,10 @@ class Comparison:
             for name, each, before in self.buffers:
                 if not torch.equal(before, each):
                     said = f", and a forward pass changes the buffer {name!r}"
-                    self.seen.beside[WRITES] = said * (name.split(".")[-1] not in _OF_NORMS)
+                    self.seen.findings[WRITES] = said * (name.split(".")[-1] not in _OF_NORMS)
                     each.copy_(before)  # an expanded one, which nothing writes to, could not be written to
         if not kept:
-            self.places.put_back(self.held)
+            self.places.put_back(self.saved)
 
     def _loss(self, batch: Any, *, kept: bool = False) -> dict[str, float]:
         """The loss, or several by name."""
@@ -366,7 +366,7 @@ class Comparison:
     def _values(self, batch: Any, *, kept: bool = False) -> Mapping[str, Tensor]:
         self._begin(kept=kept)
         draws = self.draws
-        draws.may_write(tensor for each in self.held.values() for tensor in each.tensors())  # as put back
+        draws.may_write(tensor for each in self.saved.values() for tensor in each.tensors())  # as put back
         randomness.seed_compute(0)
         with draws, collective_forward(model_of(self.module)):
             batch = mapped(batch, lambda each: each.to(self.look.device, copy=True))

@@ -9,9 +9,7 @@ from functools import partial
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
-from manyhosts.config.local_steps import DiLoCo
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import gathers_rounded
 from manyhosts.data.steps import LoadedPiece, PiecePlan, Step
 from manyhosts.errors import ConfigError
 from manyhosts.events import LossLooked
@@ -24,10 +22,6 @@ from manyhosts.training.state.run_state import RunState
 
 ALL_SAMPLES, NO_MEAN = "all samples", "no mean"
 """What is known of a loss that counts labels, too, that are left out; and of one that follows no rule."""
-_COUNTS_WORKERS_ALIKE = (
-    "what samples count is kept inside each worker; diloco counts all workers alike, also where the samples of one "
-    "count more than those of another"
-)
 _WIDE = 8
 """Pieces whose samples are looked at together, at most those of the batch: the mean of, say, the 16 largest losses is
 that of all samples in a piece of 16."""
@@ -95,9 +89,9 @@ class LossWeights:
         if weighing.rule is None and not weighing.checks:
             return step, None
         weighed, weight = weighing.of(step, number)
-        meets, traits = isinstance(self.parts.batch_norm, GlobalBatch), self.parts.strategy.traits
+        communicates = isinstance(self.parts.batch_norm, GlobalBatch) or self.parts.compute.is_collective
         # What counts nothing is computed only for collectives within.
-        if not (meets or traits.communicates_in_forward or traits.computes_fixed_parts):
+        if not (communicates or self.settings.virtual_workers):
             weighed = replace(weighed, pieces=[each for each in weighed.pieces if each.plan.weight])
         return weighed, weight if weighing.rule is not None else None
 
@@ -111,15 +105,15 @@ class LossWeights:
         known = weighing.knows or weighing.classes is not None
         if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
-        source, settings, traits = self.parts.source, self.settings, self.parts.strategy.traits
-        copies, finds = not traits.communicates_in_forward, first and not known and not state.counts_by
-        own = -(-self.parts.batch // self.parts.strategy.mesh.size("replicate", "shard"))
+        source, settings, strategy = self.parts.source, self.settings, self.parts.strategy
+        copies, finds = not self.parts.compute.is_collective, first and not known and not state.counts_by
+        own = -(-self.parts.batch // strategy.mesh.size("replicate", "shard"))
         micro = min(own, settings.micro_batch_size or own)
         look = Look(
             self.parts.compute, self.parts.trained, world.device, step.epoch,
             source.loader.fetcher if isinstance(source, IndexedSource) else None, copies=copies,
             gradients=first and self.cuts, accumulates=settings.virtual_workers is not None or micro < own,
-            in_halves=gathers_rounded(settings.strategy), least=4 if traits.computes_in_stages else 2,
+            in_halves=settings.strategy.gathers_rounded, least=strategy.least_samples,
         )  # fmt: skip
         pieces: list[LoadedPiece] = []
         if copies:
@@ -131,14 +125,14 @@ class LossWeights:
         if self.cuts or not known:  # else it was only to be seen which targets count
             rule = weighing.classes or weighing.rule or (None if known else LOOKED_FOR.get(state.counts_by))
             # By one worker, or by all where they compute together: such a model has little room.
-            wide = (_WIDE * world.is_leader if copies else 2) if finds and self.cuts else 0
+            wide = (_WIDE * world.is_rank_0 if copies else 2) if finds and self.cuts else 0
             self.heed(find_mean(look, looked, world, rule, _alike(step, look, wide * micro)), known, finds)
         if first and weighing.said is None and not known:
             weighing.rule = LOOKED_FOR.get(state.counts_by)
             weighing.guard = has_ignored if state.counts_by == "samples" else None
         weighing.checks = self.cuts and weighing.said is None
-        if first and weighing.rule is not None and isinstance(settings.strategy, DiLoCo) and world.size > 1:
-            world.notes.append(_COUNTS_WORKERS_ALIKE)
+        if first and weighing.rule is not None and world.size > 1 and (text := settings.strategy.about_weights):
+            world.notes.append(text)
         return step
 
     def heed(self, seen: Seen, known: bool, finds: bool) -> None:
@@ -152,11 +146,11 @@ class LossWeights:
         parts, notes = self.parts, self.parts.world.notes
         given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.samples
         found = choose(seen) if finds else self.state.counts_by or "samples"
-        keeps = seen.beside.get(comparison.KEEPS)
+        keeps = seen.findings.get(comparison.KEEPS)
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
-        what += f": {seen.values}, so it depends on how a batch is cut{seen.beside.get(comparison.WRITES, '')}"
+        what += f": {seen.values}, so it depends on how a batch is cut{seen.findings.get(comparison.WRITES, '')}"
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
-        wrong = {**seen.beside, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
+        wrong = {**seen.findings, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
         if not isinstance(parts.batch_norm, GlobalBatch):
             wrong[comparison.IN_CHUNKS] = ""
         self.moves = seen.because == comparison.OTHER_AGAIN
@@ -180,9 +174,9 @@ class LossWeights:
             notes.append(f"the loss was found to be a mean over {among}: pieces count by those")
         self.state.counts_by = "weight" if given else found
         outcome = ("mean", "") if is_mean else ("no mean", what)
-        self.tell(*(("not tried", not_tried(seen)) if seen.because and self.cuts else outcome))
+        self.report(*(("not tried", not_tried(seen)) if seen.because and self.cuts else outcome))
 
-    def tell(self, outcome: str, text: str) -> None:
+    def report(self, outcome: str, text: str) -> None:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
         if self.said != (outcome, text):
             self.said = outcome, text
@@ -224,13 +218,13 @@ def find_mean(
         because=next((each.because for each in seen or reported if each.because), none),
         holds=[name for name in shown.holds if all(name in each.holds for each in seen)],
         names=next((each.names for each in reported if each.names), [""]),
-        beside={kind: name for each in reversed(reported) for kind, name in each.beside.items() if name},
+        findings={kind: name for each in reversed(reported) for kind, name in each.findings.items() if name},
     )
 
 
 def choose(seen: Seen) -> str:
     """The rule to count by: the name of one, `NO_MEAN`, or `ALL_SAMPLES` where labels that are left out count, too."""
-    ignores = seen.beside.get(comparison.IGNORES)
+    ignores = seen.findings.get(comparison.IGNORES)
     if not seen.samples:
         return "samples"
     if ignores and seen.holds == ["samples"]:
@@ -241,7 +235,7 @@ def choose(seen: Seen) -> str:
 
 def not_tried(seen: Seen) -> str:
     """What is said of a loss that could not be looked at, or not in training mode."""
-    mode = " in training mode" if seen.samples and not seen.beside.get(comparison.KEEPS) else ""
+    mode = " in training mode" if seen.samples and not seen.findings.get(comparison.KEEPS) else ""
     return (
         f"whether the loss is a mean over samples could not be tried{mode}, because {seen.because}: compare a run on "
         'one worker with one on two, give weight=function(batch) -> what it counts, or weight="samples" where you know '

@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.device import in_use
 from manyhosts.strategies.uses import tensors_in
+from manyhosts.training.setup.uncompiled import called_as_it_is
 
 
+@called_as_it_is
 class SetDraws(TorchDispatchMode):
     """Within, torch's operators that draw give `value` (from 0 to 1) where they would give a random number."""
 
@@ -133,7 +135,7 @@ MADE: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
     "randperm": lambda given, value: torch.arange(given["n"]).flip(0),
     # With replacement the likeliest each time, without it the likeliest ones.
     "multinomial": lambda given, _: given["self"].topk(1 if given["replacement"] else given["num_samples"]).indices,
-    # Distributions whose mean replaces a draw; the first one is behind Beta, too.
+    # Distributions whose mean replaces a draw; the first one is used by Beta, too.
     "_sample_dirichlet": lambda given, value: given["self"] / given["self"].sum(-1, keepdim=True),
     **dict.fromkeys(("_standard_gamma", "poisson"), lambda given, value: given["self"]),
 }

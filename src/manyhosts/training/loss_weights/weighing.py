@@ -139,8 +139,8 @@ def _function(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     while isinstance(loss, functools.partial):
         given = {**loss.keywords, **given}
         loss = loss.func
-    held = ("weight", "ignore_index", "reduction")
-    return loss, {name: getattr(loss, name) for name in held if hasattr(loss, name)} | given
+    fields = ("weight", "ignore_index", "reduction")
+    return loss, {name: getattr(loss, name) for name in fields if hasattr(loss, name)} | given
 
 
 class Weighing:
@@ -286,13 +286,13 @@ class Weighing:
 
 def _rows_of(batch: Any) -> int | None:
     """The rows that all tensors of a batch have; None where they have others, or it holds something else."""
-    held = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
-    sizes = {each.shape[0] if isinstance(each, Tensor) and each.dim() else None for each in held}
+    fields = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    sizes = {each.shape[0] if isinstance(each, Tensor) and each.dim() else None for each in fields}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _all_count(classes: TargetMean, data: Data) -> bool | None:
-    """Whether all targets of the training set count alike; None where only reading them would tell."""
+    """Whether all targets of the training set count alike; None where only reading them would show it."""
     if classes.weight is not None:
         return False
     found = None if data.collate is not None or data.train is None else tensors_of(data.train)

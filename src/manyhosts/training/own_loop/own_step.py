@@ -10,26 +10,35 @@ from __future__ import annotations
 
 import copy
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
+from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.strategy import Compute, FixedParts, Piece, StepOutcome, Strategy, SumsByGroup
+from manyhosts.refusals import place_in_script
+from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
-from manyhosts.training.loop.compute import ForwardPass, step_values
+from manyhosts.training.loop.compute import ForwardPass, check_gradient, step_values
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
@@ -44,6 +53,8 @@ _INSTEAD = {
     "warmup": "give a scheduler that begins with a low rate: mh.Run(schedulers=…)",
 }
 """What an update of the script's own says itself."""
+_FEW = 1 << 14
+"""Numbers in the gradients of a small model."""
 _LOOKS = 3
 """Steps after which plain attributes of models are looked at."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
@@ -63,6 +74,7 @@ class _BadStep(Exception):
 class Group:
     """The parameters of one optimizer, and how their gradients are summed over the workers."""
 
+    name: str
     optimizer: Optimizer
     parameters: list[nn.Parameter]
     scheduler: LRScheduler | None
@@ -74,6 +86,20 @@ class Group:
     """Whether there are gradients that no update has used yet."""
     loss: Tensor | None = None
     """Of the last backward pass for it in this step."""
+    is_small: bool = False
+    """Whether its gradients are so few numbers that to copy them costs less than a call for each."""
+
+    def __post_init__(self) -> None:
+        alike = len({(each.dtype, each.device) for each in self.parameters}) == 1
+        self.is_small = alike and sum(each.numel() for each in self.parameters) <= _FEW
+
+    def norm(self) -> Tensor:
+        """That of its gradient, shape ()."""
+        gradients = [gradient for each in self.parameters if (gradient := each.grad) is not None]
+        if not self.is_small or not gradients:
+            return norm_of(gradients)
+        found: Tensor = torch.linalg.vector_norm(_flatten_dense_tensors(gradients)).detach()
+        return found
 
 
 class Verbs(Protocol):
@@ -105,11 +131,15 @@ class OwnStep:
         """Of that run."""
         self.computed: int | None = None
         """The number of the part that is computed now."""
-        self.pieces: list[Piece] | None = None
+        self.pieces: Sequence[Piece] | None = None
         """Those of the step under way; None between steps."""
+        self.place = ""
+        """Where the user's step is written."""
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
         """How a function of the user's is called; who watches a run may put another in its place."""
         self.logged: dict[str, Tensor] = {}
+        self._broken: Exception | None = None
+        """What a call of this step was broken off by."""
         self.calls = 0
         """Backward passes of this step so far."""
         self._placed: list[nn.Parameter] = []
@@ -127,16 +157,7 @@ class OwnStep:
         Raises:
             ConfigError: it cannot sum those of one optimizer at a time.
         """
-        if not isinstance(strategy, SumsByGroup):
-            raise ConfigError(
-                f"a loop of one's own runs with strategy='ddp', and this is {settings.strategy.name!r}",
-                where="strategy",
-                fix="leave strategy out; virtual_workers=… goes with it",
-            )
-        if isinstance(settings.strategy, DDP) and settings.strategy.compression != "none":
-            raise ConfigError(
-                "a loop of one's own does not compress gradients yet", where="compression", fix="leave compression out"
-            )
+        settings.strategy.check_own_loop(is_shared=world.is_shared)
         for name, instead in _INSTEAD.items():
             if getattr(settings, name) is not None:
                 raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
@@ -152,6 +173,7 @@ class OwnStep:
     def take_models(self, placed: nn.Module, compute: ForwardPass) -> None:
         """Know the models as they were placed, and what a forward pass runs in."""
         self.model, self.compute, self._placed = placed, compute, list(placed.parameters())
+        self._modules = set(placed.modules())
 
     def take_optimizers(self, combined: CombinedOptimizer, schedulers: Mapping[str, LRScheduler]) -> None:
         """Know the optimizers, which are made after the models were placed."""
@@ -160,18 +182,18 @@ class OwnStep:
             with _trained(self._placed, parameters, also_frozen=True):
                 sums = self.strategy.make_group(parameters)
             has_all = len({id(parameter) for parameter in parameters}) == len(self._placed)
-            self.groups[name] = Group(each, parameters, schedulers.get(name), sums, has_all)
+            self.groups[name] = Group(name, each, parameters, schedulers.get(name), sums, has_all)
 
     # A step.
 
     def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
         """Run the user's step. `control_flags` are summed over the workers. Returns also whether it counts."""
-        # Summed as they count, and divided at the end: a weight only tells ghosts from samples here.
-        self.pieces = [
-            Piece(_given(each.batch), each.samples, 1.0 if each.weight else 0.0, each.address) for each in pieces
-        ]
+        for each in pieces:  # a step may compute it several times
+            # Summed as they count, and divided at the end: a weight only distinguishes ghosts from samples here.
+            each.bring, each.weight = repeat(each.batch).__next__, 1.0 if each.weight else 0.0
+        self.pieces = pieces
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
-        self.calls, self.logged = 0, {}
+        self.calls, self.logged, self._broken = 0, {}, None
         for group in self.groups.values():
             group.loss, group.pending = None, False
         if self.parts.live:
@@ -183,10 +205,11 @@ class OwnStep:
         self._seed()
         is_good = True
         try:
-            self.step()
-            self._refuse_lost_gradients()
+            self._made()
         except _BadStep:
             is_good = False
+        if not self.calls and not self.run_state.step:
+            self.world.notes.append("the first step has called no run.backward: it has trained nothing")
         flags, are_kept = self._agree(control_flags)
         kept = self.parts.end_step() if are_kept else self.parts.kept
         if is_good:
@@ -198,6 +221,25 @@ class OwnStep:
             self._see_plain_values()
         return StepOutcome(self._values(is_good=is_good), flags), is_good
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Within, a step is refused that gives a model something which nothing else knows."""
+        with ExitStack() as hooks:
+            hooks.callback(register_module_parameter_registration_hook(self._refuse_added).remove)
+            hooks.callback(register_module_module_registration_hook(self._refuse_added).remove)
+            yield
+
+    def _made(self) -> None:
+        """Call the user's step, and see that it has left nothing behind that counts for nothing."""
+        try:
+            self.step()
+            self._see_that_whole()
+            self._refuse_lost_gradients()
+            self._refuse_graphs()
+        except ConfigError as error:
+            error.where = f"{error.where}, {place_in_script(error) or self.place}"
+            raise
+
     def _seed(self, *call: int) -> None:
         """What the step draws next, outside of its parts, has an address: this step, and the `call` before it."""
         randomness.seed_compute(self.settings.seed, randomness.OWN_STEP, self.run_state.step, *call)
@@ -207,9 +249,25 @@ class OwnStep:
         in_use = bool(self.parts.live) and self.parts.in_use
         if self.world.size == 1:
             return control_flags, in_use
-        reported = torch.tensor([*control_flags, float(in_use)], dtype=torch.float64, device=self.world.device)
-        reported = self.world.all_reduce(reported)
-        return reported[:-1], bool(reported[-1] > 0)
+        # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.
+        names = 1 + (zlib.crc32(" ".join(sorted(self.logged)).encode()) >> 13) if self.logged else 0
+        own = [float(in_use), names, names * names, bool(names), names * self.world.is_rank_0]
+        reported = self.world.all_reduce(
+            torch.tensor([*control_flags, *own], dtype=torch.float64, device=self.world.device)
+        )
+        used, total, squares, loggers, of_rank_0 = reported[-5:].tolist()
+        if (total, squares) != (loggers * of_rank_0, loggers * of_rank_0**2):
+            self._refuse_names()
+        return reported[:-5], used > 0
+
+    def _refuse_names(self) -> None:
+        logged: list[str] = gather_plain(self.world, ", ".join(sorted(self.logged)) or "nothing")
+        rank, other = next(each for each in enumerate(logged) if each[1] not in (logged[0], "nothing"))
+        raise ConfigError(
+            f"in one step rank 0 logs {logged[0]}, and rank {rank} logs {other}; what rank 0 logs is recorded",
+            where=f"run.log, {self.place}",
+            fix="log the same names on every worker, or on rank 0 alone",
+        )
 
     def _see_plain_values(self) -> None:
         """In the first steps: say what a step changes and no one keeps."""
@@ -231,6 +289,17 @@ class OwnStep:
 
         self._undo = {"state": restore, "parameters": self._copies.put_back}
 
+    def _see_that_whole(self) -> None:
+        """Raise again what a pass or an update was broken off by, where the step has caught it and gone on.
+
+        The other workers may be waiting in that pass, and gradients of half a pass are those of no batch.
+        """
+        if self._broken is not None:
+            self._broken.add_note(
+                "It broke off a call of run.backward or run.update: a step that catches it ends here."
+            )
+            raise self._broken
+
     def _refuse_lost_gradients(self) -> None:
         for name, group in self.groups.items():
             if group.pending:
@@ -241,10 +310,34 @@ class OwnStep:
                     "several batches, make batch_size larger and set micro_batch_size",
                 )
 
+    def _refuse_graphs(self) -> None:
+        for name, kept in self.state.items():
+            if any(isinstance(each, Tensor) and not each.is_leaf for each in tree_leaves(kept)):
+                raise ConfigError(
+                    f"run.state[{name!r}] holds a tensor with the graph that has made it, which nothing can save",
+                    where="run.state",
+                    fix="keep its value: value.detach()",
+                )
+
+    def _refuse_added(self, module: nn.Module, name: str, given: nn.Parameter | nn.Module | None) -> None:
+        """Called where a step gives a module a parameter, or another module."""
+        if self.pieces is None or module not in self._modules or given is None:
+            return
+        added = given.parameters() if isinstance(given, nn.Module) else [given]
+        if not {id(each) for each in added} <= {id(each) for each in self._placed}:
+            raise ConfigError(
+                f"the step gives a model of the run the parameter or module {name!r}, which no optimizer steps, no "
+                "snapshot resumes and no other worker has",
+                where="run.fit(step)",
+                fix="make it with its model, in mh.Run(models=…)",
+            )
+
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
         losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
-        first, *others = losses.values() or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
-        total = sum(others, first)
+        if not losses:
+            return {"loss": torch.zeros((), dtype=torch.float64, device=self.world.device), **self.logged}
+        first, *others = losses.values()
+        total = sum(others, first) if others else first
         if not is_good and bool(total.isfinite()):
             total = torch.full_like(total, math.nan)  # a gradient was not finite
         named = {f"loss/{name}": each for name, each in losses.items()} if len(self.groups) > 1 else {}
@@ -261,6 +354,9 @@ class OwnStep:
         try:
             with _ALL if group.has_all else _trained(self._placed, group.parameters):
                 values = self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
+        except Exception as error:
+            self._broken = error  # the step may catch it
+            raise
         finally:
             self.strategy.use_group(None, call)
         for parameter, before in zip(group.parameters, old, strict=False):
@@ -277,19 +373,27 @@ class OwnStep:
         """
 
         def sums(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
-            values = step_values(self._called(loss, piece), "run.backward")
+            values = step_values(self._called(loss, piece, seeds=not self.is_alone), "run.backward")
+            check_gradient(values["loss"], "run.backward", of=f"that optimizer {group.name!r} steps")
             count = values.pop("count", None)
             if count is None:
                 if self.is_alone:
                     return values
                 count = torch.full((), piece.samples, dtype=torch.float64, device=self.world.device)
                 return {**{name: each * piece.samples for name, each in values.items()}, "count": count}
+            count = count.detach().reshape(())  # how many there are is no function of the parameters
             return {**{name: each * count for name, each in values.items()}, "count": count.double()}
 
         values = dict(self.verbs.backward(self.pieces or [], sums).values)
         if "count" not in values:
             return values
         total = values.pop("count").item()
+        if not 0 <= total < math.inf:
+            raise ConfigError(
+                f"count is {total} over the batch, and says how many there are of what the loss is a mean over",
+                where="run.backward",
+                fix="give one number with each loss, 0 or more",
+            )
         gradients = [each.grad for each in group.parameters if each.grad is not None]
         if not total > 0:
             for parameter in group.parameters:
@@ -303,7 +407,7 @@ class OwnStep:
         """The gradient of a loss over all rows of the batch at once.
 
         First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each
-        row; then each part once more, from the same random numbers and what it keeps, and backward from that gradient.
+        row; then each part again, from the same random numbers and what it keeps, and backward from that gradient.
         """
         kept = self.parts.states()
         buffers = BufferCopies(self.model)
@@ -313,10 +417,12 @@ class OwnStep:
             for piece in self.pieces or []:
                 found = self._called(rows_of, piece)
                 if piece.weight:
-                    own["{}.{}".format(*piece.address[1:3])] = list(found) if isinstance(found, tuple) else [found]
+                    rows = list(found) if isinstance(found, tuple) else [found]
+                    self._check_rows(rows, piece)
+                    own["{}.{}".format(*piece.address[1:3])] = rows
         buffers.put_back()
         self.parts.put_back(kept)
-        if isinstance(self.strategy, FixedParts):
+        if self.strategy.statistics is not None:
             self.strategy.statistics.take()
         reported = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
         order = sorted(reported, key=lambda key: [int(each) for each in key.split(".")])
@@ -327,6 +433,7 @@ class OwnStep:
         self._seed(self.calls, 1)
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), "run.backward")
+        check_gradient(values["loss"], "run.backward(over_batch=…)", of="or row that it is given")
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
         by_row, own_gradients = found[: len(leaves)], found[len(leaves) :]
         begins, begin = {}, 0
@@ -344,7 +451,9 @@ class OwnStep:
                 for each, gradient in zip(rows, by_row, strict=True)
                 if gradient is not None
             ]
-            return {"loss": torch.stack(pairs).sum()}
+            found = sum(pairs, torch.zeros((), device=self.world.device))
+            check_gradient(found, "run.backward(over_batch=…)", of=f"that optimizer {group.name!r} steps")
+            return {"loss": found}
 
         self.verbs.backward(self.pieces or [], surrogate)
         for parameter, gradient in zip(group.parameters, own_gradients, strict=True):
@@ -352,15 +461,36 @@ class OwnStep:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return {name: each.detach().double() for name, each in values.items()}
 
-    def _called(self, function: LossOf, piece: Piece) -> Any:
-        """What the user's function gives for one micro-batch, with the random numbers of its address."""
-        compute = self.compute
-        randomness.seed_compute(self.settings.seed, randomness.COMPUTE, *piece.address, self.calls)
-        if compute.global_batch is not None:
-            compute.global_batch.ghost = piece.weight == 0
+    def _check_rows(self, rows: Sequence[Any], piece: Piece) -> None:
+        """See that there is a row for each sample.
+
+        With virtual workers any rows are: parts are the same on every number of workers.
+        """
+        for each in rows:
+            if not isinstance(each, Tensor) or not each.dim():
+                what = f"a {type(each).__name__}" if not isinstance(each, Tensor) else "one number"
+            elif len(each) != piece.samples and not self.settings.virtual_workers:
+                what = f"{len(each)} rows for {piece.samples} samples"
+            else:
+                continue
+            raise ConfigError(
+                f"the function that gives rows to over_batch gives {what}",
+                where="run.backward(over_batch=…)",
+                fix="give a tensor with a row for each sample, or a tuple of such: two views are two tensors",
+            )
+
+    def _called(self, function: LossOf, piece: Piece, *, seeds: bool = True) -> Any:
+        """What the user's function gives for one micro-batch, with the random numbers of its address.
+
+        Not where one call is all of the pass: it draws on from those of the step, which have an address as well.
+        """
+        if seeds:
+            randomness.seed_compute(self.settings.seed, randomness.COMPUTE, *piece.address, self.calls)
+        if self.compute.global_batch is not None:
+            self.compute.global_batch.ghost = piece.weight == 0
         self.computed = piece.address[1]
         try:
-            with compute.context():
+            with self.compute.context():
                 return self.call(function, piece.batch)
         finally:
             self.computed = None
@@ -389,8 +519,18 @@ class OwnStep:
                 where="run.update",
                 fix="call run.backward first: gradients do not outlive a step",
             )
-        gradients = [each.grad for each in group.parameters if each.grad is not None]
-        norm = norm_of(gradients) if clip is None else nn.utils.clip_grad_norm_(group.parameters, clip)
+        if clip is not None and not clip > 0:
+            raise ConfigError(
+                f"clip is {clip}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
+            )
+        try:
+            return self._update(group, clip)
+        except Exception as error:
+            self._broken = error
+            raise
+
+    def _update(self, group: Group, clip: float | None) -> Tensor:
+        norm = group.norm() if clip is None else nn.utils.clip_grad_norm_(group.parameters, clip)
         assert group.loss is not None, "backward() has left it"
         if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
             raise _BadStep
@@ -406,6 +546,13 @@ class OwnStep:
         if self.pieces is None:
             raise ConfigError(
                 f"{where} is called outside of a step", where=where, fix="call it in the function that run.fit is given"
+            )
+        self._see_that_whole()
+        if self.computed is not None:
+            raise ConfigError(
+                f"{where} is called in a function that run.backward calls for each micro-batch",
+                where=where,
+                fix="call it in the step, before or after that run.backward",
             )
         if name is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
@@ -429,7 +576,7 @@ class OwnStep:
         self._put_back()
         self.pieces = None
 
-    def meet(self) -> None:
+    def on_world_changed(self) -> None:
         """Other workers are there now."""
         if not self.parts.stays:
             self.parts.count = self.world.size
@@ -461,10 +608,6 @@ class OwnStep:
         self.state.clear()
         self.state.update(state["state"])
         self.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
-
-
-def _given(batch: Any) -> Callable[[], Any]:
-    return lambda: batch
 
 
 def _copy_of(group: Group) -> Callable[[], None]:

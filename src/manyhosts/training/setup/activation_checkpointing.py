@@ -145,7 +145,7 @@ def _checkpointed(kind: type[nn.Module], compiled: bool) -> type[nn.Module]:
 
 
 class _Call:
-    """One forward pass of a block, called once more in the backward pass."""
+    """One forward pass of a block, called again in the backward pass."""
 
     def __init__(self, block: nn.Module, compute: Callable[..., Any], inputs: list[Any]) -> None:
         self.block, self.compute = block, compute

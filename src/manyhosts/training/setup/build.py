@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -32,8 +33,9 @@ from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
 from manyhosts.snapshot.load import Fits
 from manyhosts.strategies.audit import Auditor
-from manyhosts.strategies.materialise import is_meta, materialise, places_of
-from manyhosts.strategies.strategy import FixedParts, HandsOut, HoldsOptimizer, LooksAhead, Shard, Strategy
+from manyhosts.strategies.local_updates import is_cut
+from manyhosts.strategies.materialise import is_meta
+from manyhosts.strategies.strategy import Shard, Strategy
 from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.loop import learning_rate
 from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
@@ -57,6 +59,7 @@ from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.precision import Precision
 from manyhosts.training.setup.trained_module import check_optimized, model_of, refuse_other_calls, trained, twice
+from manyhosts.training.setup.uncompiled import step_without_compiler
 from manyhosts.training.state.frozen_base import FrozenBase
 from manyhosts.training.state.optimizer_state import InitialOptimizer, options_of
 from manyhosts.training.telemetry.watching import Watcher
@@ -101,6 +104,8 @@ class Parts:
     precision: Precision
     compute: ForwardPass
     callbacks: Callbacks
+    thawed: Sequence[str]
+    """Parameters that are trained in a part of the run alone."""
     watcher: Watcher | None
     auditor: Auditor | None
     """What compares parts that several workers compute; None where that was not asked for."""
@@ -141,7 +146,7 @@ class Parts:
 
     def fingerprint(self) -> Fingerprint:
         """What a snapshot must match to be one of this model."""
-        return fingerprint(self.model) if self.strategy.traits.holds_full_model else self.own_fingerprint
+        return fingerprint(self.model)
 
     def cut_batches(self) -> CutBatches:
         """The batches of now, where their cut may change from one step to the next."""
@@ -172,9 +177,9 @@ def cut_for(settings: Settings, shard: Shard, *, level: bool) -> Cut:
     """Which parts of each batch this worker computes."""
     if settings.virtual_workers is None:
         return Cut(shard.count, shard.index, shard.index + 1, settings.micro_batch_size, level and shard.count > 1)
-    held = tuple(range(*bounds(settings.virtual_workers, shard.count, index)) for index in range(shard.count))
-    own = held[shard.index]
-    return Cut(settings.virtual_workers, own.start, own.stop, settings.micro_batch_size, level, held=held)
+    assignment = tuple(range(*bounds(settings.virtual_workers, shard.count, index)) for index in range(shard.count))
+    own = assignment[shard.index]
+    return Cut(settings.virtual_workers, own.start, own.stop, settings.micro_batch_size, level, assignment=assignment)
 
 
 def choose_kernels(settings: Settings, world: World) -> None:
@@ -215,13 +220,11 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
 
 def batch_for_norm(model: nn.Module, strategy: Strategy, settings: Settings, world: World) -> Batch | None:
     """What the BatchNorm layers of `model` take for their batch."""
-    if isinstance(strategy, FixedParts):
+    if strategy.statistics is not None:
         return strategy.statistics
-    # Those that compute the same samples together see one process's batch.
-    is_shared = world.is_shared and (strategy.mesh.replica.size == 1 or strategy.mesh.data.size > 1)
-    is_shared = is_shared and not isinstance(strategy, HandsOut)  # whose pieces have no one to share a batch with
-    if settings.batch_norm == "global" and is_shared:
-        return make_global(model, strategy.mesh.data)
+    members = strategy.normalised_with() if world.is_shared else None
+    if settings.batch_norm == "global" and members is not None:
+        return make_global(model, members)
     # One worker is its own global batch. What is compiled is left as it is: the compiler knows PyTorch's own class.
     return OwnBatch() if not settings.compile and prepare(model) else None
 
@@ -249,7 +252,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if is_lazy(bare):
         make_complete(bare, data, step or (lambda model, batch: model(pair(batch)[0])), seed=settings.seed)
     made = trained(bare, loss)
-    thawed = callbacks.prepare(bare)
+    thawed, frozen = callbacks.prepare(bare), callbacks.frozen_for_a_while()
     _compare_given(made, data, settings, world, watcher)
     compute = ForwardPass(loss, step, seed=settings.seed, context=Precision(settings.precision, world.device).context)
     settings, chosen_for = choose(
@@ -259,32 +262,31 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
         own_step.use(strategy, settings, world)
-    check_handed_out(strategy, data, settings)
+    if hasattr(data.train, "shard"):
+        strategy.check_shards()
     weighing.mesh = strategy.mesh
-    _check_made(made, settings, world, takes_sparse=strategy.traits.takes_sparse_gradients)
+    takes_sparse = strategy.traits.takes_sparse_gradients
+    _check_made(made, settings, world, takes_sparse=takes_sparse)
     own_fingerprint = fingerprint(model_of(made))
-    if isinstance(strategy, LooksAhead):
-        look_ahead(strategy, compute, data, settings)
+    strategy.look(partial(look_ahead, compute, data, settings))
     placed = _place(made, strategy, settings, world)
     if own_step is not None:
         own_step.take_models(placed, compute)
     norm = batch_for_norm(placed, strategy, settings, world)
     global_batch = compute.global_batch = norm if isinstance(norm, GlobalBatch) else None
     world.notes += prepare_blocks(model_of(placed), settings)
-    compute.is_collective = strategy.traits.communicates_in_forward
+    compute.is_collective = strategy.passing() is not None
     if compute.is_collective:
         refuse_other_calls(model_of(placed))
-    made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
-    if isinstance(strategy, HoldsOptimizer):
-        strategy.hold(made_optimizer)
-    holds_all = strategy.traits.holds_full_model
-    together = None if holds_all else world
+    made_optimizer = make_optimizer(
+        placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed, takes_sparse=takes_sparse
+    )
+    strategy.hold(made_optimizer)
+    together = world if strategy.mesh.parts > 1 else None
     precision = Precision(settings.precision, world.device, together=together, holding=strategy.holding)
 
     def cut_source(batch: int) -> Source:
-        cut = cut_for(
-            settings, strategy.shard(), level=global_batch is not None or strategy.traits.communicates_in_forward
-        )
+        cut = cut_for(settings, strategy.shard(), level=global_batch is not None or compute.is_collective)
         if auditor is not None:
             cut = replace(cut, audits=auditor.plan())
         return make_source(data, settings, batch=batch, cut=cut, world=world)
@@ -306,6 +308,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         precision=precision,
         compute=compute,
         callbacks=callbacks,
+        thawed=sorted(thawed | frozen),
         watcher=watcher,
         auditor=auditor,
         source=source,
@@ -345,20 +348,6 @@ def _check_made(made: nn.Module, settings: Settings, world: World, *, takes_spar
         world.notes += hooked(made)
 
 
-def check_handed_out(strategy: Strategy, data: Data, settings: Settings) -> None:
-    """See that the pieces of `data` can go to the worker that is free.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if isinstance(strategy, HandsOut) and hasattr(data.train, "shard"):
-        raise ConfigError(
-            "the training set is a stream that is read in shards, and micro-batches go to whichever worker is free",
-            where=f"strategy={settings.strategy.name!r}",
-            fix="give a map-style dataset, or leave out the dataset's shard(index, count)",
-        )
-
-
 def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World, watcher: Watcher | None) -> None:
     """See that all workers were given the same, before the first exchange that would not end where they were not."""
     compare_descriptions(world, _given(made, data, settings))
@@ -389,8 +378,6 @@ def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World
     )
     with randomness.kept():
         randomness.seed_all(settings.seed, randomness.MODEL)
-        if strategy.traits.holds_full_model:
-            materialise(made.modules(), places_of(made))
         return strategy.place(made)
 
 
@@ -403,7 +390,7 @@ def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[s
 
 
 def _drawn(data: Data, settings: Settings) -> str:
-    """What tells the order in which samples are drawn from others, where the script has a say in it."""
+    """What identifies the order in which samples are drawn, where the script has a say in it."""
     if data.order is not None:
         return own_order.fingerprint(data.order, len(cast(Any, data.train)), seed=settings.seed)
     return "" if data.weights is None else drawing.fingerprint(data.weights)
@@ -423,16 +410,13 @@ def attach_callbacks(parts: Parts) -> None:
     """Let callbacks make their states of the weights that the run begins with.
 
     Raises:
-        ConfigError: they keep tensors, and the strategy lets every worker's model drift.
+        ConfigError: they keep tensors, or freeze some for a while, and the strategy lets every worker's model drift.
     """
     parts.callbacks.call("attach", parts.moment())
-    if not parts.strategy.traits.synchronous and (names := sorted(parts.callbacks.tensors())):
-        raise ConfigError(
-            f"a callback keeps tensors ({names[0]}), and with strategy {parts.settings.strategy.name!r} each worker "
-            "has weights of its own between two exchanges, so these would differ",
-            where="mh.Trainer(callbacks=…)",
-            fix='leave the callback out, or choose strategy="ddp"',
-        )
+    if parts.world.is_shared and parts.thawed:
+        parts.settings.strategy.check_thawed(parts.thawed[0])
+    if parts.world.is_shared and (names := sorted(parts.callbacks.tensors())):
+        parts.settings.strategy.check_kept(names[0])
 
 
 def make_optimizer(
@@ -443,6 +427,7 @@ def make_optimizer(
     *,
     has_step: bool,
     thawed: Collection[str] = (),
+    takes_sparse: bool = False,
 ) -> Optimizer:
     """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
 
@@ -464,6 +449,7 @@ def make_optimizer(
             where="mh.Trainer(optimizer=…)",
             fix=f"write optimizer=lambda params: torch.optim.{kind}(params, lr={make.param_groups[0]['lr']:g})",
         )
+    step_without_compiler()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
@@ -480,9 +466,8 @@ def make_optimizer(
         )
     complete(made)
     mesh = strategy.mesh
-    uncut = strategy.traits.holds_full_model
-    sparse = strategy.traits.takes_sparse_gradients
-    check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=sparse)
+    uncut = not any(is_cut(each, strategy.holding) for each in module.parameters())
+    check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=takes_sparse)
     check_sparse(module, made)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))

@@ -21,8 +21,9 @@ from torch.utils.data import IterableDataset
 from manyhosts import device
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.config.strategies import DDP, Auto, Single, many_updates
+from manyhosts.config.strategies import DDP, Auto, many_updates
 from manyhosts.config.strategies import Strategy as Asked
+from manyhosts.config.strategy_settings import own_or
 from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data
 from manyhosts.data.fetch import Fetcher
@@ -30,10 +31,9 @@ from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 from manyhosts.strategies.pipeline.chain import block_bytes
-from manyhosts.strategies.strategy import LooksAhead, Sample, Strategy
+from manyhosts.strategies.strategy import Sample, Strategy
 from manyhosts.strategies.table import STRATEGIES
 from manyhosts.strategies.tensor.plan import is_cuttable
-from manyhosts.strategies.traits import Traits
 from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.strategies.virtual import VirtualWorkers
@@ -54,58 +54,17 @@ def make_strategy(settings: Settings, world: World, auditor: Auditor | None = No
         ConfigError: it cannot work with this many workers, or with other settings.
     """
     asked = settings.strategy
-    if settings.virtual_workers is not None and (not world.is_shared or isinstance(asked, DDP)):
+    if world.is_shared:
+        asked.check_shared(settings, world.size)
+    if settings.virtual_workers is not None:
         return virtual_workers(settings.virtual_workers, asked, world, auditor)
     if not world.is_shared and not many_updates(asked):
         return SingleProcess(world)
-    if isinstance(asked, Single):
-        raise ConfigError(
-            f"strategy 'single' trains in one process, but there are {world.size} workers",
-            where="strategy",
-            fix='leave strategy out, or choose "ddp"',
-        )
     make = STRATEGIES.load(asked.name)
-    _check_goes_with(settings, make.traits)
     alone = world.size == 1 and world.part is None
     if alone and not make.traits.holds_full_model and not many_updates(asked):
         return SingleProcess(world)  # others come with a new start of all
     return make(asked, world)
-
-
-def _check_goes_with(settings: Settings, traits: Traits) -> None:
-    """See that a strategy can do what else was asked for.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    name = settings.strategy.name
-    if not traits.synchronous and settings.balance == "speed":
-        raise ConfigError(
-            f"with strategy {name!r} workers step alone and their models count alike, so each must have equally many "
-            "samples",
-            where="balance",
-            fix='leave balance out, or choose strategy="ddp"',
-        )
-    if settings.virtual_workers is not None:
-        why = "lets the workers' models differ" if not traits.synchronous else "cuts the model and its sums"
-        raise ConfigError(
-            f"strategy {name!r} {why}, which virtual workers never do",
-            where="virtual_workers",
-            fix='leave virtual_workers out, or choose "ddp"',
-        )
-    compresses = getattr(settings.strategy, "compression", "none") != "none"
-    if settings.on_bad_step == "skip" and (compresses or not traits.synchronous):
-        raise ConfigError(
-            "a bad step is left out by all, with nothing kept of it; compression and local steps keep some of it",
-            where="on_bad_step",
-            fix='leave compression and local steps out, or use on_bad_step="stop"',
-        )
-    if settings.on_bad_step == "rewind" and not traits.synchronous:
-        raise ConfigError(
-            "with local steps each worker has a gradient of its own, and one alone would find it bad and go back",
-            where="on_bad_step",
-            fix='leave local steps out, or use on_bad_step="stop"',
-        )
 
 
 def virtual_workers(parts: int, strategy: Asked, world: World, auditor: Auditor | None) -> VirtualWorkers:
@@ -114,7 +73,7 @@ def virtual_workers(parts: int, strategy: Asked, world: World, auditor: Auditor 
     Raises:
         ConfigError: there are more workers than parts, or gradients are to be compressed.
     """
-    ddp = strategy if isinstance(strategy, DDP) else DDP()
+    ddp = own_or(DDP(), strategy)
     if ddp.compression != "none":
         raise ConfigError(
             f"compression is {ddp.compression!r}, but virtual workers add every bit of the gradients",
@@ -261,7 +220,7 @@ def _agreed(given: Given, own: UpdateBytes, found: PassBytes | None) -> Training
         model=sizes,
         checkpointed=less if known[2] and known[4] else None,
         is_shared=world.is_shared,
-        apart=world.apart,
+        joins=world.is_joining,
         virtual_workers=settings.virtual_workers,
     )
 
@@ -311,8 +270,8 @@ def _memory_left(world: World, made: nn.Module) -> int:
     return already + left if left is not None else int(_MOST)
 
 
-def look_ahead(strategy: LooksAhead, compute: ForwardPass, data: Data, settings: Settings) -> None:
-    """Show `strategy` what the model will be called with, where that can be known.
+def look_ahead(compute: ForwardPass, data: Data, settings: Settings) -> Sample | None:
+    """What the model will be called with, where that can be known, for a strategy that places it by that.
 
     Raises:
         ConfigError: the script computes model and loss in one, or asks for what stages cannot do.
@@ -346,8 +305,8 @@ def look_ahead(strategy: LooksAhead, compute: ForwardPass, data: Data, settings:
     try:
         batch = largest_batch(data, settings, 1)
     except Unknown:
-        return
-    strategy.look(Sample(lambda: pair(batch)[0], compute.context, settings.precision))
+        return None
+    return Sample(lambda: pair(batch)[0], compute.context, settings.precision)
 
 
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8

@@ -68,18 +68,18 @@ class _ScalerOfParts(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        held = [self._held(each) for group in optimizer.param_groups for each in group["params"]]
+        shards = [self._held(each) for group in optimizer.param_groups for each in group["params"]]
         found: dict[torch.device, Tensor] = {}
-        for where, own in by_device(held).items():
+        for where, own in by_device(shards).items():
             group = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": own}]))
             found |= super()._unscale_grads_(group, inv_scale.to(where), found_inf.to(where), allow_fp16)
         return found
 
     def _held(self, parameter: Tensor) -> Tensor:
         """This worker's part of a parameter, with that of its gradient."""
-        held = self.holding.local(parameter)
-        held.grad = None if parameter.grad is None else self.holding.local(parameter.grad)
-        return held
+        shard = self.holding.local(parameter)
+        shard.grad = None if parameter.grad is None else self.holding.local(parameter.grad)
+        return shard
 
 
 class _Scaled:

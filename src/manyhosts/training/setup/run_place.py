@@ -16,7 +16,7 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.errors import ManyhostsError
-from manyhosts.records.run_directory import APART, UNASKED, VARIABLE, RunDirectory, check_is_folder
+from manyhosts.records.run_directory import SEPARATE_DISKS, UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhosts.snapshot.separate_disks import own_disk
 from manyhosts.training.consistency.same_given import compare_run_dirs
 from manyhosts.training.process_session import ProcessSession
@@ -43,7 +43,7 @@ class RunPlace:
             ConfigError: it names several.
         """
         own = str(self._run_dir) if self._names_directory else ""
-        compare_run_dirs(world, own, disk=own_disk(world) if os.environ.get(APART) else 0)
+        compare_run_dirs(world, own, disk=own_disk(world) if os.environ.get(SEPARATE_DISKS) else 0)
 
     def directory(self, world: World) -> RunDirectory:
         """The run directory, the same on every worker. All of them call this."""
@@ -52,7 +52,7 @@ class RunPlace:
             return RunDirectory(Path(self._run_dir).absolute())
         if VARIABLE in os.environ:
             return RunDirectory(self._below(RunDirectory.choose(self.script).path.absolute()))
-        chosen = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_leader else ""
+        chosen = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_rank_0 else ""
         return RunDirectory(Path(gather_plain(world, str(chosen))[0]))
 
     def _below(self, path: Path) -> Path:
@@ -80,8 +80,8 @@ class RunPlace:
         return f"{VARIABLE}={shlex.quote(str(short))} {words}"
 
 
-def tell_command(error: BaseException, command: str) -> None:
-    """Have `error` tell the command that continues, wherever it is printed."""
+def add_command(error: BaseException, command: str) -> None:
+    """Add to `error` the command that continues, wherever it is printed."""
     if not command or (isinstance(error, ManyhostsError) and error.exit_code == 2):
         return
     if isinstance(error, ManyhostsError):

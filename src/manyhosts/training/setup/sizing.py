@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.data import randomness
@@ -103,14 +102,14 @@ def optimizer_bytes(make: MakeOptimizer, parameters: Parameters) -> UpdateBytes:
             each.grad = torch.empty_like(each)
         optimizer.step()  # makes what it keeps
         kept = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-        with HeldBytes() as held:
-            held.leave_out([*shapes, *(each.grad for each in shapes if each.grad is not None), *kept])
+        with HeldBytes() as watched:
+            watched.leave_out([*shapes, *(each.grad for each in shapes if each.grad is not None), *kept])
             optimizer.step()
     except Unknown:
         raise
     except Exception as cause:  # the user's function, or an optimizer that reads values
         raise Unknown(_words(cause)) from cause
-    return UpdateBytes(kept=sum(each.nbytes for each in kept), passing=held.most)
+    return UpdateBytes(kept=sum(each.nbytes for each in kept), passing=watched.most)
 
 
 def pass_bytes(
@@ -124,15 +123,17 @@ def pass_bytes(
         Unknown: the pass asks for a value, or does something else that such tensors cannot.
     """
     try:
-        with randomness.kept(), FakeTensorMode(allow_non_fake_inputs=True), HeldBytes() as held:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, needed for a look ahead alone
+
+        with randomness.kept(), FakeTensorMode(allow_non_fake_inputs=True), HeldBytes() as watched:
             model, own = _without_memory(trained, device)
-            held.leave_out(own)
+            watched.leave_out(own)
             fake = mapped(batch, lambda tensor: torch.empty_like(tensor, device=device))
-            held.now = 0
+            watched.now = 0
             always = {id(each) for each in chosen(model)}
-            with _watched([*again(model), *chosen(model)], held) as blocks:
+            with _watched([*again(model), *chosen(model)], watched) as blocks:
                 loss = values(model, fake)["loss"]
-            kept = held.most = held.now
+            kept = watched.most = watched.now
             with gradients_let_go(model):
                 loss.backward()
             del loss
@@ -142,7 +143,7 @@ def pass_bytes(
     plain = kept - _saved([bytes_ for place, bytes_ in freed.items() if place in always])
     return PassBytes(
         activations=plain,
-        backward=max(0, held.most - kept),
+        backward=max(0, watched.most - kept),
         checkpointed=kept - _saved(list(freed.values())) if freed and not always else None,
     )
 
@@ -190,7 +191,7 @@ class _Block:
 
 
 @contextmanager
-def _watched(modules: Sequence[nn.Module], held: HeldBytes) -> Iterator[dict[int, _Block]]:
+def _watched(modules: Sequence[nn.Module], watched: HeldBytes) -> Iterator[dict[int, _Block]]:
     """Within, see what each of `modules` leaves in memory, by its identity."""
     found: dict[int, _Block] = {}
     hooks = []
@@ -200,12 +201,12 @@ def _watched(modules: Sequence[nn.Module], held: HeldBytes) -> Iterator[dict[int
         block = found[id(module)] = _Block()
 
         def enter(module: nn.Module, inputs: Any, block: _Block = block) -> None:
-            block.before = held.now
+            block.before = watched.now
 
         def leave(module: nn.Module, inputs: Any, output: Any, block: _Block = block) -> None:
             outputs = output if isinstance(output, list | tuple) else (output,)
             own = sum(each.untyped_storage().nbytes() for each in outputs if isinstance(each, Tensor))
-            block.freed += max(0, held.now - block.before - own)
+            block.freed += max(0, watched.now - block.before - own)
 
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:

@@ -88,7 +88,7 @@ class BufferCopies:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember them as they are now."""
-        now = [held[name] for held, name in self.places]
+        now = [table[name] for table, name in self.places]
         if len(now) != len(self.tensors) or any(one is not other for one, other in zip(now, self.tensors, strict=True)):
             self.places = [place for place, tensor in zip(self.places, now, strict=True) if tensor is not None]
             self.tensors = [tensor for tensor in now if tensor is not None]
@@ -100,8 +100,8 @@ class BufferCopies:
     @torch.no_grad()
     def put_back(self) -> None:
         """Have them as they were remembered: the same tensors, with the same values."""
-        for (held, name), tensor in zip(self.places, self.tensors, strict=True):
-            held[name] = tensor
+        for (table, name), tensor in zip(self.places, self.tensors, strict=True):
+            table[name] = tensor
         if self.tensors:
             torch._foreach_copy_(self.memory, self.copies)
 

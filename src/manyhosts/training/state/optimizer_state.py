@@ -41,12 +41,12 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """
     known = names_kept(module)
     given = _renamed(optimizer.state_dict(), {number: _BY_ID + name for number, name in known.items()})
-    held = optimizer.param_groups
-    if not _is_numbered(given, held):
+    own_groups = optimizer.param_groups
+    if not _is_numbered(given, own_groups):
         return given
     names: dict[Any, str] = {}
     groups = []
-    for group, parameters in zip(given["param_groups"], (each["params"] for each in held), strict=True):
+    for group, parameters in zip(given["param_groups"], (each["params"] for each in own_groups), strict=True):
         for number, parameter in zip(group["params"], parameters, strict=True):
             if id(parameter) not in known:
                 raise _refusal(f"holds a parameter of shape {tuple(parameter.shape)} that the model has not")
@@ -98,14 +98,14 @@ def _of_script(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key in KERNELS or callable(value)}
 
 
-def _is_numbered(given: Mapping[str, Any], held: list[dict[str, Any]]) -> bool:
+def _is_numbered(given: Mapping[str, Any], own_groups: list[dict[str, Any]]) -> bool:
     """Whether a `state_dict` is of PyTorch's form."""
     groups = given.get("param_groups")
-    if not isinstance(groups, list) or not isinstance(given.get("state"), dict) or len(groups) != len(held):
+    if not isinstance(groups, list) or not isinstance(given.get("state"), dict) or len(groups) != len(own_groups):
         return False
     return all(
         len(group.get("params", ())) == len(mine["params"]) and all(isinstance(each, int) for each in group["params"])
-        for group, mine in zip(groups, held, strict=True)
+        for group, mine in zip(groups, own_groups, strict=True)
     )
 
 

@@ -13,14 +13,12 @@ from manyhosts.device import wait_for
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
 from manyhosts.snapshot.load import Loaded
-from manyhosts.strategies.local_updates import LocalUpdates
-from manyhosts.strategies.strategy import Elastic
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
 from manyhosts.training.state.buffers import put_transient, transient
 from manyhosts.training.state.optimizer_state import by_name, load_by_name
 from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.sharded_state import TakenUp, as_held, full_values, held, put_cut
+from manyhosts.training.state.sharded_state import TakenUp, as_held, full_values, local_state, put_cut
 
 
 class TrainerState:
@@ -33,7 +31,7 @@ class TrainerState:
         self.records: Records | None = None
         """Of that run."""
         world = parts.world
-        self.group = None if world.apart or world.membership is None else world.membership.group
+        self.group = None if world.is_joining or world.membership is None else world.membership.group
         """The group of workers that its strategy has met last; None where it was made without the others."""
 
     @property
@@ -42,31 +40,29 @@ class TrainerState:
         return 0 if self.run is None else self.run.step
 
     def refresh(self) -> None:
-        """Let the strategy meet the workers of now, where others are there than the last time. All call this."""
+        """Let the strategy agree with the workers of now, where others are there than the last time. All call this."""
         world = self.parts.world
         if world.membership is None or self.group == world.membership.group:
             return
-        self.meet(0, new=self.group is None, gone=0)
+        self.resync(0, new=self.group is None, gone=0)
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
-        """Train with the workers of now; see `Elastic.meet`. All of them call this."""
-        parts, membership, lost = self.parts, self.parts.world.membership, ""
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
+        """Train with the workers of now; see `Strategy.resync`. All of them call this."""
+        parts, membership = self.parts, self.parts.world.membership
         assert membership is not None, "only then do workers change"
         parts.recut(parts.batch)
-        if isinstance(parts.strategy, Elastic):
-            lost = parts.strategy.meet(source, new=new, gone=gone)
-            share_optimizers(parts)
+        lost = parts.strategy.resync(source, new=new, gone=gone)
+        share_optimizers(parts)
         if parts.own_step is not None:
-            parts.own_step.meet()
+            parts.own_step.on_world_changed()
         self.group = membership.group
         return lost
 
     def everything(self, *, but_parts: bool = False) -> dict[str, Any]:
         """All of it; the tensors are those in use. `but_parts`: without what workers hold parts of."""
-        strategy = self.parts.strategy
         return {
             "kept": _equal_everywhere(self.parts) if but_parts else given_to_copy(self.parts),
-            "strategy": strategy.shared_state() if isinstance(strategy, Elastic) else {},
+            "strategy": self.parts.strategy.shared_state(),
             "batch": self.parts.batch,
             "run": None if self.run is None else self.run.to_dict(),
         }
@@ -74,12 +70,11 @@ class TrainerState:
     def take_up(self, given: Mapping[str, Any], *, own: bool = False) -> None:
         """Hold what `everything` gave on another worker; with it may come the `stream` of its run.
 
-        `own`: see `held.take_up`.
+        `own`: see `take_up`.
         """
-        strategy = self.parts.strategy
         take_up(self.parts, taken_from_copy(self.parts, given["kept"]), own=own)
-        if isinstance(strategy, Elastic) and not own:
-            strategy.take_shared(given["strategy"])
+        if not own:
+            self.parts.strategy.take_shared(given["strategy"])
         self.parts.batch = given["batch"]
         if self.run is not None and given["run"] is not None:
             self.run.become(RunState.from_dict(given["run"], given.get("stream", {})))
@@ -87,17 +82,15 @@ class TrainerState:
 
 def given_to_copy(parts: Parts) -> dict[str, Any]:
     """What `training_state_dict` gives, for a new worker: where tensors are cut, for one that has the same parts."""
-    state, strategy = training_state_dict(parts), parts.strategy
-    if strategy.traits.holds_full_model:
-        return state
-    own: dict[str, Any] = held(state, strategy.holding)
-    own["buffers"] = {name: each for name, each in state["buffers"].items() if strategy.holding.holds(each)}
+    state, holding = training_state_dict(parts), parts.strategy.holding
+    own: dict[str, Any] = local_state(state, holding)
+    own["buffers"] = {name: each for name, each in state["buffers"].items() if holding.holds(each)}
     return own
 
 
 def taken_from_copy(parts: Parts, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `given_to_copy` gave, as `take_up` takes it."""
-    if parts.strategy.traits.holds_full_model or "optimizer" not in given:
+    if "optimizer" not in given:
         return given
     names = names_kept(parts.trained)
     by_names = {names[id(each)]: each for each in parts.trained.parameters()}
@@ -113,8 +106,6 @@ def share_optimizers(parts: Parts) -> None:
     The workers of such a node sum their gradients and stay equal, so one of them gives those that come new to it the
     optimizer that it has. All workers call this.
     """
-    if not isinstance(parts.strategy, LocalUpdates):
-        return
     optimizer = parts.optimizer
     for taker, giver in enumerate(parts.strategy.givers):
         if taker != giver:
@@ -164,15 +155,12 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
 
 def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
     """What a snapshot keeps, as `parts` hold it: complete, or of each tensor this worker's part."""
-    if parts.strategy.traits.holds_full_model:
-        return loaded.state
     return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
 
 
 def ask_for_state(stored: Mapping[str, Any], parts: Parts) -> None:
     """Ask for all that `state_of` gives, of a state with a `StoredTensor` in the place of each tensor."""
-    full = parts.strategy.traits.holds_full_model
-    taken = stored if full else TakenUp(stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
+    taken = TakenUp(stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
     for key in taken:
         full_values(taken[key])
 
@@ -198,16 +186,25 @@ def put_weights(parts: Parts, kept: Mapping[str, Any]) -> None:
         SnapshotError: it is of another loss.
     """
     if not parts.strategy.traits.holds_full_model:
-        holding = parts.strategy.holding
-        wait_for(parts.world.device)  # it may still read what lies on the host
-        put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)
-        own, given = parts.model.state_dict(), kept["model"]
-        put_cut(own, given, holding, may_lack=parts.frozen_base.names)
-        if extra := {name: given[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}:
-            parts.model.load_state_dict(extra, strict=False)
+        put_one_by_one(parts, kept)
         return
     load_loss(parts.trained, kept.get("loss", {}))
     load_model(parts.model, kept["model"], may_lack=parts.frozen_base.names)
+
+
+def put_one_by_one(parts: Parts, kept: Mapping[str, Any]) -> None:
+    """The same, with of each tensor what this worker holds, and no more of those on the disk in memory than one's.
+
+    Raises:
+        SnapshotError: it is of another model or loss, or cannot be read.
+    """
+    holding = parts.strategy.holding
+    wait_for(parts.world.device)  # it may still read what lies on the host
+    put_cut(loss_state(parts.trained), kept.get("loss", {}), holding)
+    own, given = parts.model.state_dict(), kept["model"]
+    put_cut(own, given, holding, may_lack=parts.frozen_base.names)
+    if extra := {name: given[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}:
+        parts.model.load_state_dict(extra, strict=False)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The remote copy that snapshots go to, an object store or a folder: looked at before the first step, copied to after.
 
-The leader alone talks to it. Where it is a new machine with an empty disk, it brings from there what the run continues
-from, before anybody looks at the disk; where the leader goes, the next one takes over.
+Rank 0 alone talks to it. Where it is a new machine with an empty disk, it brings from there what the run continues
+from, before anybody looks at the disk; where rank 0 goes, the next one takes over.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from manyhosts.errors import ConfigError, ManyhostsError, SnapshotError
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.load import Fits, newest_complete
-from manyhosts.snapshot.objects.bring import bring_best, bring_newer, bring_records
 from manyhosts.snapshot.objects.client import Client, sentence
-from manyhosts.snapshot.objects.copier import Copier
+from manyhosts.snapshot.objects.copies import Copier, bring_best, bring_newer, bring_records
 from manyhosts.snapshot.objects.location import ObjectStoreLocation
 
 _RECORD = "run.json"
@@ -52,7 +51,7 @@ class RemoteCopy:
             ConfigError: it cannot be reached or written to, or holds what another script has kept.
             SnapshotError: it has snapshots, the disk has none, and none can be continued from.
         """
-        self.notes = self._on_leader(lambda: self._prepare(fits))
+        self.notes = self._on_rank_0(lambda: self._prepare(fits))
 
     def _prepare(self, fits: Fits) -> list[str]:
         location, folder, disk = self._reach(), self._directory.snapshots, Disk()
@@ -88,12 +87,12 @@ class RemoteCopy:
                 fix="give each run an address of its own",
             )
 
-    def _on_leader(self, act: Callable[[], list[str]]) -> list[str]:
-        """What `act` gives on the leader, or the error that it raises there, on every worker."""
+    def _on_rank_0(self, act: Callable[[], list[str]]) -> list[str]:
+        """What `act` gives on rank 0, or the error that it raises there, on every worker."""
         notes: list[str] = []
         raised: list[BaseException] = []
 
-        def tell() -> None:
+        def download() -> None:
             try:
                 notes.extend(act())
             except OSError as trouble:
@@ -102,8 +101,8 @@ class RemoteCopy:
             except BaseException as error:
                 raised.append(error)
 
-        thread = threading.Thread(target=tell, name="manyhosts-bring", daemon=True)
-        if self._world.is_leader:
+        thread = threading.Thread(target=download, name="manyhosts-bring", daemon=True)
+        if self._world.is_rank_0:
             thread.start()
         while self._world.any(_still_runs(thread)):  # so that no one takes a long download for a worker that is gone
             pass
@@ -114,13 +113,13 @@ class RemoteCopy:
         return reported
 
     def offer(self, path: Path) -> None:
-        """Copy the entire snapshot in the folder `path`, soon, where this worker is the leader."""
-        if self._world.is_leader:
+        """Copy the entire snapshot in the folder `path`, soon, where this worker is rank 0."""
+        if self._world.is_rank_0:
             self.copier.offer(path)
 
     def catch_up(self) -> None:
-        """Copy what the disk has and the store lacks, as after a leader that is gone, where this worker leads now."""
-        if not self._world.is_leader:
+        """Copy what the disk has and the store lacks, as after a rank 0 that is gone, where this worker leads now."""
+        if not self._world.is_rank_0:
             return
         if (newest := newest_complete(self._directory.snapshots, content=False)) is not None:
             self.offer(newest.path)
@@ -129,7 +128,7 @@ class RemoteCopy:
 
     def keep_end(self) -> None:
         """Have the record's last lines there, too. All else is there already, so a failure is not worth a word."""
-        newest = newest_complete(self._directory.snapshots, content=False) if self._world.is_leader else None
+        newest = newest_complete(self._directory.snapshots, content=False) if self._world.is_rank_0 else None
         if newest is not None:
             with suppress(OSError, ManyhostsError):
                 self._reach().add_end(newest.path, self._records)

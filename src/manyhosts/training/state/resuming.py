@@ -1,7 +1,7 @@
 """What a resume may change, and what it may not: one table, compared with what a snapshot says it was asked with.
 
 A snapshot's manifest keeps, as `run`, the settings that matter here, optimizer and schedule as the script made them,
-and what tells the training set from another. Where a run is resumed, the leader holds against this what is asked
+and what identifies the training set. Where a run is resumed, rank 0 holds against this what is asked
 now: what may not change ends the run on every worker before its first step, and what may takes effect with that step.
 """
 
@@ -54,7 +54,7 @@ TABLE = (
     ),
     Row(
         "`schedule`: kind and parameters; none, or one where there was none",
-        "it stands where it would stand, had it been there from the first step; a plateau schedule keeps what "
+        "as if it had been used from the first step; a plateau schedule keeps what "
         "validations have taught it. A function in it, as that of `LambdaLR`, is not compared: the new one holds",
         ("schedule",),
     ),
@@ -80,7 +80,7 @@ TABLE = (
     ),
     Row("`best`", "from the next validation on; the best value so far counts no more", ("best",)),
     Row("`validate_every`, `snapshots`, `evaluation_batch_size`, `record_samples`", "from the first step on"),
-    Row("`keep_pictures`", "nothing: the first batch is behind it"),
+    Row("`keep_pictures`", "nothing: the first batch is over"),
     Row("`loader_workers`, `threads`, `backend`, `audit`, `balance`, `look_every`", "from the first step on"),
     Row("`compile`, `activation_checkpointing`", "from the first step on"),
     Row("`metrics`, validation and test set", "from the next validation on; nobody compares them"),
@@ -120,11 +120,13 @@ _SETTINGS = (
 )  # fmt: skip
 _STRUCTURE = {
     "name", "compression", "powersgd_rank", "topk_fraction", "error_feedback", "compress_above", "inside_node",
-    "fragments", "outer_compression",
+    "fragments", "outer_compression", "shard",
 }  # fmt: skip
 """Options of a strategy that say what it keeps."""
 _ABSENT = {"schedule_every": "step"}
 """What a snapshot means that was made before the key was known."""
+_ABSENT_OF_STRATEGY = {"shard": 1, "units": [], "zero": 3}
+"""The same of options of strategies: those of copies that step alone."""
 _WATCHED = ("metric", "mode")
 
 
@@ -167,9 +169,9 @@ def asked_of(settings: Settings, parts: Parts) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], now: Callable[[], Mapping[str, Any]], world: World, where: str) -> Changes:
-    """What has changed since a snapshot was made, as the leader sees it. Every worker calls this.
+    """What has changed since a snapshot was made, as rank 0 sees it. Every worker calls this.
 
-    `before`: what its manifest says; `now` is asked on the leader alone.
+    `before`: what its manifest says; `now` is asked on rank 0 alone.
 
     Raises:
         ConfigError, DataError: something that must not change has, on every worker alike.
@@ -180,7 +182,7 @@ def compare(before: Mapping[str, Any], now: Callable[[], Mapping[str, Any]], wor
         )
     found: list[tuple[str, str]] = []
     error: ManyhostsError | None = None
-    if world.is_leader:
+    if world.is_rank_0:
         asked = json.loads(json.dumps(now()))
         for kind, what in _refusals(before, asked):
             error = kind(what, where=where, fix=FIX)
@@ -224,7 +226,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
         for key, words in _others_in_words(old, new):
             yield "options", f"{key}{of_group} {words}"
     yield from _schedule_changes(before["schedule"] or {}, now["schedule"] or {})
-    for key, words in _others_in_words(before["strategy"], now["strategy"]):
+    absent = {key: value for key, value in _ABSENT_OF_STRATEGY.items() if key in now["strategy"]}
+    for key, words in _others_in_words({**absent, **before["strategy"]}, now["strategy"]):
         yield "strategy", f"{'strategy' if key == 'name' else key} {words}"
         if key in _STRUCTURE:
             yield "kept back", ""

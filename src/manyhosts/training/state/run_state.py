@@ -19,7 +19,7 @@ class RunState:
     stream: Mapping[str, Any] = field(default_factory=dict)
     """What this worker's stream needs besides the position; empty for map-style datasets."""
     seconds: float = 0.0
-    """Time spent, over all restarts, by the leader's clock."""
+    """Time spent, over all restarts, by rank 0's clock."""
     epoch_loss: float = 0.0
     """Sum of the losses of the samples of the epoch under way."""
     epoch_weight: float = 0.0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.holding import Holding
+from manyhosts.communication.layout import write
 from manyhosts.errors import SnapshotError
 from manyhosts.records.tensor_parts import Box
 from manyhosts.snapshot.slices import StoredTensor
@@ -20,7 +21,7 @@ def in_parts(state: Any, holding: Holding) -> Any:
     return _each(state, Tensor, holding.part)
 
 
-def held(state: Any, holding: Holding) -> Any:
+def local_state(state: Any, holding: Holding) -> Any:
     """`state` with what lies in this worker's memory in the place of each tensor, for one that has the same parts."""
     return _each(state, Tensor, holding.local)
 
@@ -37,7 +38,7 @@ def _each(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def as_held(given: Any, own: Any, holding: Holding) -> Any:
-    """What `held` gave on such a worker, each tensor cut as the one in its place in `own` is, where there is one."""
+    """What `local_state` gave on such a worker, each tensor cut as the one in its place in `own`, if any."""
     if isinstance(given, Mapping):
         return {
             key: as_held(value, own.get(key) if isinstance(own, Mapping) else None, holding)
@@ -87,10 +88,10 @@ class TakenUp(Mapping[str, Any]):
         if key == "optimizer" and isinstance(stored.get("state"), Mapping):
             names = names_kept(self._module)
             own = {names[id(each)]: each for each in self._module.parameters()}
-            held = {name: own.get(name) for name in stored["state"]}
+            stored_here = {name: own.get(name) for name in stored["state"]}
             state = {
                 name: self._cut_like(each, stored["state"][name])
-                for name, each in held.items()
+                for name, each in stored_here.items()
                 if each is None or self._holding.holds(each)
             }
             return {**full_values({name: each for name, each in stored.items() if name != "state"}), "state": state}
@@ -116,7 +117,8 @@ class TakenUp(Mapping[str, Any]):
         if not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
             return value.full()
         block = self._holding.block(own)
-        found = value.block(block.box)
+        is_all = tuple(block.local.shape) == value.shape  # what is cut may lie with one worker, as a bias of one number
+        found = value.full() if is_all else value.block(block.box)
         return found if found.is_meta else self._holding.like(own, found.to(block.local.device))  # meta: only asked for
 
 
@@ -129,12 +131,12 @@ def full_values(stored: Any) -> Any:
 def put_cut(
     own: Mapping[str, Any], given: Mapping[str, Any], holding: Holding, *, may_lack: Collection[str] = ()
 ) -> None:
-    """Copy the tensors of `given`, complete or cut as those of `own`, into these.
+    """Copy the tensors of `given`, complete, cut as those of `own` or not read yet, into these, one after another.
 
     `may_lack`: names of which `given` may have nothing; these stay as they are.
 
     Raises:
-        SnapshotError: they have other names.
+        SnapshotError: they have other names or shapes.
     """
     if other := sorted((own.keys() ^ given.keys()) - (set(may_lack) - given.keys())):
         raise SnapshotError(
@@ -145,10 +147,17 @@ def put_cut(
     for name, tensor in own.items():
         if not isinstance(tensor, Tensor) or name not in given:
             continue
-        block, held = holding.block(tensor), holding.local(given[name])
-        if tuple(held.shape) != tuple(block.local.shape):
-            held = held[block.box.within(Box.full(block.shape))]
-        block.local.copy_(held)
+        block, value = holding.block(tensor), given[name]
+        if tuple(value.shape) not in (block.shape, tuple(block.local.shape)):
+            raise SnapshotError(
+                f"it is of another model or loss: {name} has shape {tuple(value.shape)} there and {block.shape} here",
+                where="mh.Trainer(model=…, loss=…)",
+                fix="start in another --run-dir, or take back the change",
+            )
+        stored_here = value.block(block.box) if isinstance(value, StoredTensor) else holding.local(value)
+        if tuple(stored_here.shape) != tuple(block.local.shape):
+            stored_here = stored_here[block.box.within(Box.full(block.shape))]
+        write(block.local, stored_here)
 
 
 def full_state(state: Mapping[str, Any], holding: Holding, *, keep: bool) -> dict[str, Any]:

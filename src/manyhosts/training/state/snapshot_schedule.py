@@ -22,7 +22,7 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded, load
 from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
-from manyhosts.strategies.local_updates import averaged_parameters
+from manyhosts.strategies.local_updates import is_cut
 from manyhosts.training.consistency.same_given import compare_samples
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.setup.build import Parts
@@ -42,7 +42,7 @@ class SnapshotSchedule:
     def __init__(self, parts: Parts, settings: Settings, directory: RunDirectory, script: Path) -> None:
         self.parts, self.settings, self.directory = parts, settings, directory
         self.strategy = settings.strategy.name if parts.world.is_shared else Single.name
-        self.tell: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None] = lambda news: None
+        self.emit: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None] = lambda news: None
         """Hears what becomes of snapshots."""
         self.rule = settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")
         """Which metric early stopping, and a schedule that follows validations, watch, and what is better."""
@@ -52,7 +52,9 @@ class SnapshotSchedule:
         self.second = None if to is None else RemoteCopy(to, directory, keep=keep, script=script, world=parts.world)
         """Where each snapshot is copied to, besides the run directory."""
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
-        if self.store.apart and not parts.strategy.traits.holds_full_model:
+        holding = parts.strategy.holding
+        separate = self.store.separate_disks
+        if separate and parts.world.any(any(is_cut(each, holding) for each in parts.trained.parameters())):
             raise ConfigError(
                 f"with strategy {self.strategy!r} each worker writes its part of a snapshot, and these hosts share "
                 "no disk",
@@ -145,7 +147,7 @@ class SnapshotSchedule:
         self.saved_at = state.step
         path = self.store.folder / f"step-{state.step:08d}"
         self.trouble = _NO_RECORDS
-        self.tell(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
+        self.emit(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
 
     def save_best(self, state: RunState) -> None:
         """Begin to write the model, with the weights that it was evaluated with, as the best one."""
@@ -178,10 +180,8 @@ class SnapshotSchedule:
             compare_weights(parts, moment)
             return parts.frozen_base.without(weights_of(parts)) if base else weights_of(parts)
 
-        if parts.strategy.traits.synchronous:
-            return kept(), base
-        with averaged_parameters(parts.strategy, parts.trained):
-            return copied(kept()), base
+        with parts.strategy.averaged(parts.trained) as is_mean:
+            return copied(kept()) if is_mean else kept(), base
 
     def before_update(self) -> None:
         """Wait until a snapshot under way has copied what the update will change."""
@@ -189,7 +189,7 @@ class SnapshotSchedule:
         self.listen()
 
     def listen(self) -> None:
-        """Tell what became of snapshots whose writing has ended."""
+        """Report what became of snapshots whose writing has ended."""
         self.is_writing = self.second is not None or self.store.under_way is not None
         for news in self.store.finished():
             if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
@@ -198,9 +198,9 @@ class SnapshotSchedule:
                 self.trouble = news.reason
             if isinstance(news, SnapshotSaved) and self.second is not None:
                 self.second.offer(news.path)
-            self.tell(news)
+            self.emit(news)
         for news_of_copy in self.second.copier.finished() if self.second is not None else []:
-            self.tell(news_of_copy)
+            self.emit(news_of_copy)
 
     def abandon(self) -> bool:
         """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
@@ -232,7 +232,7 @@ class SnapshotSchedule:
         world = self.parts.world
         if world.size > 1 and self.parts.watcher is None:  # who watches looks for the reason in what was trained
             compare_samples(world, self.parts.data_identity())
-        elif world.is_leader:
+        elif world.is_rank_0:
             self.parts.data_identity()  # now, and not when the first snapshot is made
         if self.second is not None:
             self.store.gather()
@@ -240,24 +240,24 @@ class SnapshotSchedule:
         return self.restore()
 
     def has_complete(self, step: int) -> bool:
-        """Whether the snapshot of `step` is on the leader's disk, complete. Every worker calls this, after `finish`."""
+        """Whether the snapshot of `step` is on rank 0's disk, complete. Every worker calls this, after `finish`."""
         newest = self.newest
-        return not self.parts.world.any(self.parts.world.is_leader and (newest is None or newest.step != step))
+        return not self.parts.world.any(self.parts.world.is_rank_0 and (newest is None or newest.step != step))
 
     def is_short_of_room(self) -> bool:
-        """Whether the leader could not write the last snapshot for want of room. Every worker calls this."""
+        """Whether rank 0 could not write the last snapshot for want of room. Every worker calls this."""
         words = (_NO_RECORDS, *(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)))
-        return self.parts.world.any(self.parts.world.is_leader and any(word in self.trouble for word in words))
+        return self.parts.world.any(self.parts.world.is_rank_0 and any(word in self.trouble for word in words))
 
     def drop_oldest(self) -> bool:
         """Make room: remove the oldest snapshot, on every disk. Never the newest complete one, nor the best.
 
-        Every worker calls this. Returns whether the leader's disk had one.
+        Every worker calls this. Returns whether rank 0's disk had one.
         """
         dropped = self.store.drop_oldest()
         if dropped is not None:
-            self.tell(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
-        return self.parts.world.any(self.parts.world.is_leader and dropped is not None)
+            self.emit(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
+        return self.parts.world.any(self.parts.world.is_rank_0 and dropped is not None)
 
     def last_good(self) -> str:
         """The newest snapshot, in a sentence."""
@@ -332,7 +332,7 @@ class SnapshotSchedule:
         """`base`: the checksum of frozen weights that the snapshot does without."""
         position = state.position
         # Others write no manifest, and need not look at the data for it.
-        asked = asked_of(self.settings, self.parts) if self.parts.world.is_leader or self.store.apart else {}
+        asked = asked_of(self.settings, self.parts) if self.parts.world.is_rank_0 or self.store.separate_disks else {}
         return Facts(
             step=state.step,
             epoch=position.epoch,

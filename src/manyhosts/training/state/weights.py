@@ -104,12 +104,9 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
     holding = parts.strategy.holding
     with torch.no_grad():
         for name in taken:
-            if parts.strategy.traits.holds_full_model:
-                write(own[name], found[name].full())
-            else:
-                block = holding.block(own[name])
-                if block.local.numel():
-                    block.local.copy_(found[name].block(block.box))
+            block = holding.block(own[name])
+            if block.local.numel():
+                write(block.local, found[name].block(block.box))
     if len(taken) < len(own) or len(taken) < len(found):
         parts.world.notes.append(
             f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there; "

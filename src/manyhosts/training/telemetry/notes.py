@@ -11,15 +11,13 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.events import Note, RunStarted
 from manyhosts.records.metrics import lost_steps
 from manyhosts.snapshot.load import Loaded
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.training.loop.training import Training, reached, total_steps
 from manyhosts.training.setup.build import Parts, counted_workers
-from manyhosts.training.state.recovery import layout_of
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 
 
 def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str) -> None:
-    """Tell where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
+    """Report where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
     state, run_log, now = training.state, training.run_log, time.time()
     per_epoch, place = training.parts.source.steps_per_epoch, training.now()
     run_log.resume_samples(state.step)
@@ -32,11 +30,11 @@ def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str)
         resumed_from="" if loaded is None else str(loaded.path),
         epochs_done=place.epochs,
     )
-    run_log.tell(run_log.started)
+    run_log.emit(run_log.started)
     for skipped in loaded.skipped if loaded is not None else []:
-        run_log.tell(skipped)
+        run_log.emit(skipped)
     for text in notes(training, is_resumed=loaded is not None, why_not_survive=why_not_survive):
-        run_log.tell(Note(text=text, step=state.step, time=now))
+        run_log.emit(Note(text=text, step=state.step, time=now))
 
 
 def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list[str]:
@@ -68,7 +66,7 @@ def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list
                 f"BatchNorm ({layers[0]!r}) sees micro-batches and not the entire batch, so micro_batch_size={most} "
                 "changes the model"
             )
-    if isinstance(parts.strategy, LocalUpdates) and (about_rate := parts.strategy.about_rate(parts.optimizer)):
+    if about_rate := parts.strategy.about_rate(parts.optimizer):
         found.append(about_rate)
     found += about_loss(parts, why_not_survive)
     if is_resumed and (why := state.ended or reached(training.limit, training.now())):
@@ -82,7 +80,7 @@ def about_loss(parts: Parts, why_not_survive: str) -> list[str]:
         return []
     if why_not_survive:
         return [f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"]
-    if (layout := layout_of(parts)) is None:
+    if (layout := parts.strategy.layout()) is None:
         return []
     return [
         f"the model is in {parts.strategy.mesh.size('replicate')} copies of {layout.parts} workers: if a worker is "
@@ -101,10 +99,10 @@ def about_batch(parts: Parts) -> list[str]:
 def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:
     """What has changed since the snapshot that a run continues from, and what will not be noticed when it continues."""
     found = snapshot_schedule.changes.reported()
-    if parts.world.is_leader and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
+    if parts.world.is_rank_0 and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
         found.append(
             f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
         )
-    if parts.world.is_leader and (unknown := parts.data_identity().get("unknown")):
+    if parts.world.is_rank_0 and (unknown := parts.data_identity().get("unknown")):
         found.append(f"no sample of the training set is compared when the run continues: {unknown}")
     return found

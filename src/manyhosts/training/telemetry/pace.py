@@ -273,7 +273,7 @@ MOST_OF_THE_TIME = 0.005
 _SAMPLED = 24
 """Of so many steps between two comparisons it is known, step by step, how long each worker waited for the others."""
 _FACTS = 10
-"""Numbers that each worker tells before these waits; after them come two, how far its steps are planned."""
+"""Numbers that each worker sends before these waits; after them come two, how far its steps are planned."""
 
 
 class StragglerMonitor:
@@ -283,11 +283,11 @@ class StragglerMonitor:
         self,
         world: World,
         reported: Callable[[], Sequence[Event]],
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         balance: Balance | None = None,
     ) -> None:
         """`reported`: the last events that all workers remember, oldest first. `balance` cuts batches by the table."""
-        self._world, self._reported, self._tell, self._balance = world, reported, tell, balance
+        self._world, self._reported, self._emit, self._balance = world, reported, emit, balance
         self._since, self._number = Position(), float(os.environ.get(MEMBER, "-1"))
         self._workers, self._links = SlownessDetector(SLOW, _WINDOWS), SlownessDetector(SLOW_LINK, _PROBES)
         self._step, self._samples, self._throttling = 0, 0, Throttling()
@@ -299,7 +299,7 @@ class StragglerMonitor:
         return self._world.size > 1 and now_s // every_s > before_s // every_s
 
     def compare(self, taken: Step | None, *, is_last: bool = False) -> None:
-        """Tell the others what the last steps took here, tell of all workers, and name who is slow.
+        """Send the others what the last steps took here, report all workers, and name who is slow.
 
         `taken`: what the last step has read. `is_last`: no steps follow, so no one is named.
         """
@@ -314,7 +314,7 @@ class StragglerMonitor:
         if math.isnan(count) or any(row[:2] != [begin, count] for row in table):
             return  # no step was done since, or somebody has only just come
         timed = _timed(table, self._step)
-        self._tell(timed)
+        self._emit(timed)
         if not begin or is_last:
             return  # what comes before the first comparison is warming up
         if self._balance is None or not self._move(self._balance, timed, since, table):
@@ -363,7 +363,7 @@ class StragglerMonitor:
         reached = max(Position(*map(int, row[_FACTS + _SAMPLED :][:2])) for row in table)
         news = balance.hear(timed.workers, since=since, reached=reached)
         if news:
-            self._tell(Note(step=timed.step, text=news, time=time.time()))
+            self._emit(Note(step=timed.step, text=news, time=time.time()))
         return news is not None
 
     def _name_slow(self, timed: WorkersTimed) -> None:
@@ -390,7 +390,7 @@ class StragglerMonitor:
 
     def _say(self, step: int, what: str, change: Change, cause: str) -> None:
         text, now = sentence(change, cause), time.time()
-        self._tell(
+        self._emit(
             Slowdown(step=step, text=text, what=what, who=change.who, factor=change.factor, cause=cause, time=now)
         )
 

@@ -42,8 +42,8 @@ _profiled: set[Path] = set()
 class Profiling:
     """Of one run on one worker. Every worker hears the same steps; those of the chosen ranks profile them."""
 
-    def __init__(self, request: ProfileRequest, world: World, folder: Path, tell: Callable[[Event], None]) -> None:
-        self._request, self._world, self._folder, self._tell = request, world, folder, tell
+    def __init__(self, request: ProfileRequest, world: World, folder: Path, emit: Callable[[Event], None]) -> None:
+        self._request, self._world, self._folder, self._emit = request, world, folder, emit
         self._is_chosen = request.ranks is None or world.rank in request.ranks
         self._warming, self._steps = WARM_UP, list[StepDone]()
         self._profiler: profile | None = None
@@ -75,7 +75,7 @@ class Profiling:
             return
         self.close()
         text = f"no profile was made: this training had no step after the first {WARM_UP}, which warm up"
-        self._tell(Note(text=text, step=0, time=time.time()))
+        self._emit(Note(text=text, step=0, time=time.time()))
 
     def close(self) -> None:
         """End it, and keep nothing. Safe to call twice."""
@@ -103,7 +103,7 @@ class Profiling:
             (folder / SUMMARY).write_text(self._summary(profiler, seconds))
         _profiled.add(self._folder)
         text = f"profile of steps {first} to {last}{but}: {self._where()}/{SUMMARY} to read, {TRACE} for {_VIEWER}"
-        self._tell(Note(text=text, step=last, time=time.time()))
+        self._emit(Note(text=text, step=last, time=time.time()))
 
     def _where(self) -> str:
         ranks = range(self._world.size) if self._request.ranks is None else self._request.ranks
@@ -150,14 +150,14 @@ def _operators(averages: Any, title: str, attribute: str, steps: int, seconds: f
 
 
 def profiling_for(
-    request: ProfileRequest | None, world: World, folder: Path, tell: Callable[[Event], None]
+    request: ProfileRequest | None, world: World, folder: Path, emit: Callable[[Event], None]
 ) -> Profiling | None:
     """What profiles a run, where that was asked for and not done yet. Who joins while others train profiles nothing.
 
     Raises:
         ConfigError: a rank that was asked for is not there.
     """
-    if request is None or folder in _profiled or world.apart:
+    if request is None or folder in _profiled or world.is_joining:
         return None
     request.check(world.size)
-    return Profiling(request, world, folder, tell)
+    return Profiling(request, world, folder, emit)

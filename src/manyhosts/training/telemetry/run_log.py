@@ -1,7 +1,7 @@
 """What one run writes down and says: its record, the events for its listeners, its samples, and signs of life.
 
-Listeners are on the leader alone. Every other worker remembers what was reported last, so that one of them can lead in
-its place: it takes over the files, and tells what the last leader had not written.
+Listeners are on rank 0 alone. Every other worker remembers what was reported last, so that one of them can lead in
+its place: it takes over the files, and writes what the last rank 0 had not written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _RECENT_EVENTS = 4096
 _TOLD_BY_ALL: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone, WorkersTimed)
 }
-"""What every worker knows to tell; the rest is the leader's alone."""
+"""What every worker could report; the rest is rank 0's alone."""
 
 
 class RunLog:
@@ -68,21 +68,21 @@ class RunLog:
         listeners: Sequence[Listener],
         report: Callable[..., None],
     ) -> None:
-        """Nothing is opened before `open_records`. `report` tells the head; see `cluster.reports`."""
+        """Nothing is opened before `open_records`. `report` sends to the head; see `cluster.reports`."""
         self.world, self.settings = snapshot_schedule.parts.world, snapshot_schedule.settings
         self.directory, self.script = snapshot_schedule.directory, script
         self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
-        snapshot_schedule.tell = self.tell
+        snapshot_schedule.emit = self.emit
         self.news = Broadcast([])
         self.recent: deque[Event] = deque(maxlen=_RECENT_EVENTS)
-        """What was reported last, on every worker: should the leader go, another one knows what it had not written."""
+        """What was reported last, on every worker: should rank 0 go, another one knows what it had not written."""
         self.started: RunStarted | None = None
         self.samples: SamplesFile | None = None
-        self.led = False
+        self.led = self.is_over = False
         self._end_is_told = False
         self._lock: run_lock.RunLock | None = None
         self.copies = False
-        """Whether this worker writes a copy of the leader's records, on a disk that the leader does not see."""
+        """Whether this worker writes a copy of rank 0's records, on a disk that rank 0 does not see."""
 
     # The files, and who writes them.
 
@@ -100,12 +100,15 @@ class RunLog:
             words = f"manyhosts: no lock can be kept in {run_dir} ({cause.strerror}): a second run there is not refused"
             sys.stderr.write(f"{words}\n")
 
-    def open_records(self, step: int) -> None:
-        """Record what was asked, and let the leader have its listeners, where the run continues after `step`."""
-        hosts = gather_words(self.world, socket.gethostname())
-        if self.snapshot_schedule.store.apart:
+    def open_records(self, step: int, *, is_over: bool) -> None:
+        """Record what was asked, and let rank 0 have its listeners, where the run continues after `step`.
+
+        `is_over`: no step is left to do. What trained the run stays on record then, and not what is asked now.
+        """
+        self.is_over, hosts = is_over, gather_words(self.world, socket.gethostname())
+        if self.snapshot_schedule.store.separate_disks:
             restore_records(self.directory, self.world, step)
-        if self.world.is_leader:
+        if self.world.is_rank_0:
             record = RunRecord(
                 script=str(self.script),
                 arguments=sys.argv[1:],
@@ -121,8 +124,13 @@ class RunLog:
                 environment=[name for name in os.environ.get(GIVEN, "").split(",") if name],
                 script_sha256=content_hash(self.script),
             )
+            if is_over and self.directory.run_json.exists():
+                record = dataclasses.replace(
+                    RunRecord.read(self.directory.run_json), script=record.script, started=record.started
+                )
+            else:
+                self._keep_provenance()
             record.write(self.directory.run_json)
-            self._keep_provenance()
             self.news = Broadcast([*standard(self.directory, record), *self.listeners])
             self.led = True
         self.copy_records()
@@ -132,36 +140,34 @@ class RunLog:
         """Write down what the run comes from; who watches the trials of a script has no use for it."""
         if self.snapshot_schedule.parts.watcher is not None:
             return
-        hardware = {
-            "device": "" if self.world.device.type == "cpu" else device.make(self.world.device),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "threads": str(torch.get_num_threads()),
-            "workers": str(self.world.size),
-        }
         parts = self.snapshot_schedule.parts
-        described = {
-            "architecture": str(parts.model),
-            "parameters": f"{sum(math.prod(shape) for _, shape in parts.own_fingerprint.values()):,}",
-            "optimizer": "; ".join(optimizer_described(parts.optimizer).values()),
-            "schedule": type(parts.schedule).__qualname__ if parts.schedule is not None else "none",
-            "data": parts.data_identity.described(),
-        }
         try:
             provenance.keep(
                 self.directory.path,
                 self.script,
-                hardware=hardware,
+                hardware={
+                    "device": "" if self.world.device.type == "cpu" else device.make(self.world.device),
+                    "instructions": torch.backends.cpu.get_cpu_capability(),
+                    "threads": str(torch.get_num_threads()),
+                    "workers": str(self.world.size),
+                },
                 identity=parts.data_identity(),
-                described=described,
+                described={
+                    "architecture": str(parts.model),
+                    "parameters": f"{sum(math.prod(shape) for _, shape in parts.own_fingerprint.values()):,}",
+                    "optimizer": "; ".join(optimizer_described(parts.optimizer).values()),
+                    "schedule": type(parts.schedule).__qualname__ if parts.schedule is not None else "none",
+                    "data": parts.data_identity.described(),
+                },
             )
         except OSError as cause:
             words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
             sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")
 
-    def become_leader(self, *, continues: bool = True) -> None:
-        """Be the leader from now on, and tell what every worker knows and the last leader has not written.
+    def become_rank_0(self, *, continues: bool = True) -> None:
+        """Be rank 0 from now on, and write what every worker knows and the last rank 0 has not written.
 
-        `continues`: whether the run does. Where not, its directory is not locked; and where the last leader has
+        `continues`: whether the run does. Where not, its directory is not locked; and where the last rank 0 has
         reported how the run ended, that is how: what ends this worker follows from it.
         """
         if self.led:
@@ -181,17 +187,17 @@ class RunLog:
         self._end_is_told = not continues and was_told.end
         for event in told_by_all(self.remembered()):
             if not was_told(event):
-                self.tell(event)
+                self.emit(event)
 
     def copy_records(self) -> None:
-        """Where hosts share no disk, have each write down the steps, too, should the leader's be lost."""
+        """Where hosts share no disk, have each write down the steps, too, should rank 0's be lost."""
         store = self.snapshot_schedule.store
-        if not store.apart:
+        if not store.separate_disks:
             return
         lacks = store.leads_disk() and not self.led and not self.copies
         if lacks and self._lock is None:
             self.lock()  # this worker has come late
-        if self.world.is_leader:
+        if self.world.is_rank_0:
             self.news.flush()
         copy_records(self.directory, self.world, lacks=lacks)
         if lacks:
@@ -203,7 +209,7 @@ class RunLog:
         Where the disk is full the lines wait, and training continues.
 
         Raises:
-            ConfigError: another run has taken the run directory, while this one stood still for long.
+            ConfigError: another run has taken the run directory, while this one was stopped for long.
         """
         if self._lock is not None:
             self._lock.check()
@@ -216,7 +222,7 @@ class RunLog:
         return written
 
     def lay_down(self) -> None:
-        """Close everything, and lead no more: the run begins again, perhaps under another leader."""
+        """Close everything, and lead no more: the run begins again, perhaps under another rank 0."""
         self.close()
         self.news, self.led, self.copies = Broadcast([]), False, False
 
@@ -228,26 +234,26 @@ class RunLog:
 
     # What happens.
 
-    def tell(self, event: Event) -> None:
-        """Tell the listeners, which are on the leader."""
+    def emit(self, event: Event) -> None:
+        """Pass an event to the listeners, which are on rank 0."""
         if self.world.is_shared:
             self.recent.append(event)
         if isinstance(event, StepDone):
             self.report("step", step=event.step)
         else:
             self.report("busy")
-        if isinstance(event, LossLooked) and self.world.is_leader:
+        if isinstance(event, LossLooked) and self.world.is_rank_0:
             record = RunRecord.read(self.directory.run_json)
             found = {"outcome": event.outcome, "text": event.text}
             dataclasses.replace(record, same_answer=found).write(self.directory.run_json)
         self.news(event)
 
-    def tell_end(self, event: RunEnded) -> None:
-        """Tell how the run ended, once: see `become_leader`."""
-        if self.world.is_leader:
+    def emit_end(self, event: RunEnded) -> None:
+        """Report how the run ended, once: see `become_rank_0`."""
+        if self.world.is_rank_0 and not self.is_over:
             provenance.add_data(self.directory.path)
         if not self._end_is_told:
-            self.tell(event)
+            self.emit(event)
 
     def remembered(self) -> list[Event]:
         """What was reported last, oldest first."""
@@ -256,8 +262,8 @@ class RunLog:
     # Which samples there are, and which each step takes.
 
     def keep_pictures(self, batch: Any) -> None:
-        """Keep some samples of the first batch, on the leader, where they are pictures."""
-        if self.world.is_leader:
+        """Keep some samples of the first batch, on rank 0, where they are pictures."""
+        if self.world.is_rank_0:
             keep_pictures(batch, self.directory.first_batch, self.settings.keep_pictures)
 
     def open_samples(self) -> None:
@@ -288,7 +294,7 @@ class RunLog:
 
 
 def told_by_all(events: Iterable[Event]) -> list[Event]:
-    """Those that a new leader tells, where the last one has not written them."""
+    """Those that a new rank 0 reports, where the last one has not written them."""
     return [event for event in events if type(event).__name__ in _TOLD_BY_ALL]
 
 
@@ -312,7 +318,7 @@ _NO_RECORD = -1
 
 
 def restore_records(directory: RunDirectory, world: World, step: int) -> None:
-    """Where the leader's record does not reach as far as `step`, and another host's does, or farther, bring that one.
+    """Where rank 0's record does not reach as far as `step`, and another host's does, or farther, bring that one.
 
     Every worker calls this at the start, when the run continues after `step`.
     """
@@ -321,7 +327,7 @@ def restore_records(directory: RunDirectory, world: World, step: int) -> None:
     if steps[0] >= min(step, max(steps)):
         return
     source = steps.index(max(steps))
-    has, lacks = world.rank == source, world.is_leader
+    has, lacks = world.rank == source, world.is_rank_0
     path = directory.path
     bring_files(path if has else None, path if lacks else None, _NAMES, world, source=source)
 
@@ -334,11 +340,11 @@ def last_step(path: Path) -> int:
 
 
 def copy_records(directory: RunDirectory, world: World, *, lacks: bool) -> None:
-    """Bring the leader's record to the workers that lack it. Every worker calls this; the leader's is on its disk."""
+    """Bring rank 0's record to the workers that lack it. Every worker calls this; rank 0's is on its disk."""
     if world.any(lacks):
         path = directory.path
         path.mkdir(parents=True, exist_ok=True)
-        bring_files(path if world.is_leader else None, path if lacks else None, _NAMES, world, source=0)
+        bring_files(path if world.is_rank_0 else None, path if lacks else None, _NAMES, world, source=0)
 
 
 _LOG = logging.getLogger("manyhosts")

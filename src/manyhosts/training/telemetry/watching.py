@@ -1,6 +1,6 @@
 """A look at every step from outside the loop, for `prove` and `plan`: the session of a process may have a watcher.
 
-A listener learns what happened when it is over, on the leader; a watcher sees the tensors while they are there, on
+A listener learns what happened when it is over, on rank 0; a watcher sees the tensors while they are there, on
 every worker, and may change what goes into a step to find out what depends on it.
 """
 
@@ -32,7 +32,7 @@ class Watcher:
         return listeners
 
     def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
-        """Training begins from where `state` is, with `build.Parts`; once more where workers went or came."""
+        """Training begins from where `state` is, with `build.Parts`; again where workers went or came."""
 
     def reads(self, step: Step) -> Step:
         """The samples of a step are there, and nothing is computed of them yet. Returns the step to take."""

@@ -1,4 +1,4 @@
-"""What strategies share whose workers train apart within a step, and meet at its end.
+"""What is common to strategies whose workers train on their own within a step, and exchange at its end.
 
 There every worker gets all parameters and what the optimizer keeps of them. So between two steps each holds all, as in
 data parallelism: any one can be lost, and snapshots, evaluation and a change of the workers know nothing of servers.
@@ -15,25 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manyhosts.communication.layout import spread
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.asynchronous.requests import LEADER, TAKE, Requests
-from manyhosts.strategies.strategy import Compute, Piece, RemembersNothing, Scale, Shard, StepOutcome, Steppable
-from manyhosts.strategies.tally import Agreed, StepMetrics
+from manyhosts.strategies.asynchronous.requests import RANK_0, TAKE, Requests
+from manyhosts.strategies.strategy import Compute, Piece, Scale, Shard, StepOutcome, Steppable
+from manyhosts.strategies.tally import StepMetrics
 from manyhosts.strategies.uncut_model import UncutModel
 
 
-class MeetsAtSteps(UncutModel, RemembersNothing):
+class SyncAtSteps(UncutModel):
     """All of such a strategy but its steps, which each adds."""
 
     model: nn.Module
     """After `place`."""
     optimizer: Optimizer
     """This worker's. After `hold`."""
-    complete = False
-    """A step that broke off is always done again, unless another worker has finished it: then this one takes that."""
 
     def __init__(self, config: Any, world: World) -> None:
         super().__init__(world)
@@ -44,7 +41,6 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
                 fix='choose "ddp" or "local-sgd", or hide the GPU: CUDA_VISIBLE_DEVICES=',
             )
         self.config = config
-        self.agreed = Agreed()
         self.after: dict[str, tuple[Tensor, Mapping[str, Any]]] = {}
         """What an update takes up: of each parameter its value, and what the optimizer keeps of it."""
         self.side: SideGroup | None = None
@@ -54,12 +50,11 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
         self.tried: tuple[int, int] = (0, 0)
         """Of a step that is not finished: the samples that this worker has computed, and that it has handed out."""
         self.samples_lost = 0
-        """Samples computed in steps that broke off since the last one that was finished, by all; see `meet`."""
+        """Samples computed in steps that broke off since the last one that was finished, by all; see `resync`."""
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Make `model` equal to the leader's."""
-        self.model = model.to(self.world.device)
-        spread([*model.parameters(), *model.buffers()], self.world)
+        """Make `model` equal to rank 0's."""
+        self.model = super().place(model)
         self.regroup()
         return self.model
 
@@ -70,10 +65,6 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained now, by name."""
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-
-    def hold(self, optimizer: Optimizer) -> None:
-        """Know this worker's optimizer."""
-        self.optimizer = optimizer
 
     def outcome(self, tally: StepMetrics, found: Mapping[str, Tensor]) -> StepOutcome:
         """What came of a step, with what was `found` besides. It ends here: who has it knows that all have all."""
@@ -96,7 +87,7 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
         own._opt_called = True  # type: ignore[attr-defined]  # PyTorch's own mark: a schedule knows that it has stepped
         self.after, self.updates, self.tried, self.samples_lost = {}, self.updates + 1, (0, 0), 0
 
-    def meet(self, source: int, *, new: bool, gone: int) -> str:
+    def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Have the parameters kept by the workers of now. The step is done again; what was computed of it is counted.
 
         Where who handed out is left, that is all that was handed out; else what those have computed that are left.
@@ -111,7 +102,7 @@ class MeetsAtSteps(UncutModel, RemembersNothing):
         return f"what was computed from {lost} samples, which are trained on again" if lost else ""
 
 
-class ByMicroBatch(MeetsAtSteps):
+class ByMicroBatch(SyncAtSteps):
     """Each micro-batch is an update of its own, and a free worker takes the next one.
 
     Within a step the parameters have memory that is the step's own.
@@ -119,13 +110,28 @@ class ByMicroBatch(MeetsAtSteps):
 
     def __init__(self, config: Any, world: World) -> None:
         super().__init__(config, world)
-        self.taken: Callable[[int], None] = lambda _: None
+        self.taken: Callable[[Sequence[int]], None] = lambda _: None
         self.computed: list[int] = []
         self._requests: Requests | None = None
 
     def shard(self) -> Shard:
         """Every worker is given all pieces of a batch, and fetches those that it takes."""
         return Shard(0, 1)
+
+    def check_shards(self) -> None:
+        """Refuse them: a micro-batch goes to whichever worker is free."""
+        raise ConfigError(
+            "the training set is a stream that is read in shards, and micro-batches go to whichever worker is free",
+            where=f"strategy={self.config.name!r}",
+            fix="give a map-style dataset, or leave out the dataset's shard(index, count)",
+        )
+
+    def normalised_with(self) -> None:
+        """No one: each micro-batch is computed when its worker is free."""
+
+    def report_taken(self, pieces: int, taken: Callable[[Sequence[int]], None]) -> None:
+        """Report each when this worker takes it."""
+        self.taken = taken
 
     def forward_backward(
         self, model: nn.Module, pieces: Sequence[Piece], compute: Compute, scale: Scale, control_flags: Sequence[float]
@@ -136,8 +142,8 @@ class ByMicroBatch(MeetsAtSteps):
         self._requests = requests
         requests.open()
         with computing_in(memory, self.trained().values()):
-            while (number := requests.ask(LEADER, TAKE, len(self.computed))[0]) >= 0:
-                self.taken(number)
+            while (number := requests.ask(RANK_0, TAKE, len(self.computed))[0]) >= 0:
+                self.taken([number])
                 self.pull(requests)
                 model.zero_grad()
                 values = compute(model, pieces[number])

@@ -90,7 +90,7 @@ def worker(ways: list[str], rounds: int, steps: int, batch: int) -> None:
             found[way]["seconds"].append((time.perf_counter() - begin) / steps)
             found[way]["bytes"].append((int(SENT.read_text()) - sent) / steps)
     found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    if world.is_leader:
+    if world.is_rank_0:
         sys.stdout.write(json.dumps(found) + "\n")
     world.barrier()
     sys.stdout.flush()

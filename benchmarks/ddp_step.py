@@ -77,7 +77,7 @@ def work(rounds: int) -> None:
             step()
             if number >= 3:
                 times[name].append(time.perf_counter() - begin)
-    if world.is_leader:
+    if world.is_rank_0:
         print(json.dumps(times), flush=True)
     world.barrier()
     os._exit(0)

@@ -1,7 +1,6 @@
 """How far off is `manyhosts plan` on models that compute for real, and that its model of a step was not made by?
 
-    python benchmarks/held_out.py                                         # root, Linux: it makes hosts; 14 minutes
-    python benchmarks/held_out.py --links 100mbit                         # what is left of one that was ended
+    python benchmarks/held_out.py                                         # root, Linux: it makes hosts; 12 minutes
     python benchmarks/held_out.py --models gpt,lstm --links host --quick  # a part: its lines replace those recorded
     python benchmarks/held_out.py --page                                  # write everything again from what is recorded
 
@@ -16,6 +15,12 @@ A size is a case for the advice: of one worker and of the ways of that size the 
 with the fastest that was measured. How wide the interval of a prediction has to be is learned from the other kinds of
 models, and then it is asked whether the measured step is inside.
 
+What was cut is resumed by the same command: what is measured is kept in `held_out.part.jsonl` until all of it is there,
+as long as the code stays as it is. A link that is recorded of other code is dropped with it.
+
+Of two ways that a plan predicts within 2 % of each other, one is as right as the other where the measured steps do not
+tell them apart either (Mann and Whitney 1947, at 5 %).
+
 Writes `held_out.jsonl` (what was planned and measured), `held_out.md`, and what `manyhosts plan` says of its own past:
 `src/manyhosts/planner/past.json`.
 """
@@ -24,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -46,12 +53,12 @@ from manyhosts.config.strategies import DDP
 from manyhosts.lab import Lab, lab
 from manyhosts.planner.interval import score, width_of
 from manyhosts.planner.predict import Prediction, predictions, ways
-from manyhosts.planner.recommend import recommend
+from manyhosts.planner.recommend import SIZE_TOLERANCE, recommend
 from manyhosts.planner.strategies.ddp import compared as compared_with_steps
 
 HERE = Path(__file__).parent
 SCRIPTS = ("held_out_train.py", "prediction_train.py")
-RECORD = HERE / "held_out.jsonl"
+RECORD, PART = HERE / "held_out.jsonl", HERE / "held_out.part.jsonl"
 PAST = HERE.parent / "src" / "manyhosts" / "planner" / "past.json"
 LINKS: Mapping[str, tuple[int, ...]] = {"host": (2,), "100mbit": (2, 4), "1gbit": (2,)}
 """Where workers are, and how many of them: on this machine, or one on each of its hosts."""
@@ -111,20 +118,38 @@ def place_of(link: str) -> Iterator[Place]:
         yield Place(link, folder, hosts)
 
 
-def measure(place: Place, kinds: Sequence[str], *, seconds: float, steps: int) -> Iterator[dict[str, Any]]:
-    """The plan of each kind; then a line for each size and way that each was trained in."""
+def measure(
+    place: Place, kinds: Sequence[str], known: Sequence[Line], *, seconds: float, steps: int
+) -> Iterator[list[dict[str, Any]]]:
+    """What each start gives: the plan of a kind, or a line for each size and way that kinds were trained in. What is
+    `known` is left out.
+    """
     common = {"link": place.link, "settle": SETTLE, "recorded": {**origin(), "torch": torch.__version__}}
-    for kind in kinds:
+    common["asked"] = stamp(seconds=seconds, steps=steps)
+    planned = [line["kind"] for line in known if "plan" in line and line["link"] == place.link]
+    trained = {(line["kind"], line["workers"]) for line in known if "plan" not in line and line["link"] == place.link}
+    for kind in (each for each in kinds if each not in planned):
         load = os.getloadavg()[0]
         plan, took = place.plan(kind, seconds)
-        yield {"kind": kind, **common, "load": load, "plan": kept(plan), "plan_seconds": round(took, 1)}
+        yield [{"kind": kind, **common, "load": load, "plan": kept(plan), "plan_seconds": round(took, 1)}]
     for workers in (1, *LINKS[place.link]):
         load = os.getloadavg()[0]
-        for line in place.train(kinds, workers, steps):
-            yield {
+        left = [kind for kind in kinds if (kind, workers) not in trained]
+        found = place.train(left, workers, steps) if left else ()
+        yield [
+            {
                 "kind": line["kind"], **common, "load": load, "workers": workers, "compression": line["compression"],
                 "measured": line["median"], "steps": line["seconds"],
-            }  # fmt: skip
+            }
+            for line in found
+        ]  # fmt: skip
+
+
+def stamp(*, seconds: float, steps: int) -> str:
+    """What a line was measured by: the code, the seconds of a plan, and the steps of a training."""
+    own = sorted([*(HERE.parent / "src").rglob("*.py"), *(HERE / script for script in SCRIPTS)])
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in own)).hexdigest()[:10]
+    return f"{code}, {seconds:g} s, {steps} steps"
 
 
 @dataclass(frozen=True)
@@ -188,6 +213,24 @@ def cases(all_of_them: Sequence[Compared]) -> list[tuple[tuple[str, str, str], C
     return found
 
 
+def is_right(advised: Compared, fastest: Compared) -> bool:
+    """Whether what was advised is about as fast as the fastest, or as far as the plan and the steps can tell."""
+    return advised.line["measured"] <= (1 + RIGHT) * fastest.line["measured"] or are_equal(advised, fastest)
+
+
+def are_equal(one: Compared, other: Compared) -> bool:
+    """Whether a plan predicts the same of both, and their measured steps do not contradict it."""
+    alike = abs(math.log(one.prediction.step.seconds / other.prediction.step.seconds)) <= math.log(SIZE_TOLERANCE)
+    return alike and one is not other and not differ(one.line["steps"], other.line["steps"])
+
+
+def differ(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether steps of `one` are longer than those of `other`, or shorter, by the rank sum test at 5 %."""
+    pairs = len(one) * len(other)
+    longer = sum((a > b) + (a == b) / 2 for a in one for b in other)
+    return abs(longer - pairs / 2) - 0.5 > 1.96 * math.sqrt(pairs * (len(one) + len(other) + 1) / 12)
+
+
 def past(all_of_them: Sequence[Compared]) -> dict[str, Any]:
     """What `manyhosts plan` says of itself, and makes its intervals by."""
     errors = [abs(each.row.off) for each in all_of_them]
@@ -207,17 +250,20 @@ def written() -> str:
     known = compared(trained, plans)
     said, held = past(known), inside(known)
     advice = cases(known)
-    right = sum(a.line["measured"] <= (1 + RIGHT) * f.line["measured"] for _, a, f in advice)
+    right = sum(is_right(advised, fastest) for _, advised, fastest in advice)
+    alike = right - sum(a.line["measured"] <= (1 + RIGHT) * f.line["measured"] for _, a, f in advice)
     loads = sorted(line["load"] for line in recorded)
     cores = Counter(plan["measured"]["cores"] for plan in plans.values()).most_common(1)[0][0]
     where = f"{origins(recorded, 'lines')}, load {statistics.median(loads):.1f} of {cores} cores in the median minute "
     where += f"before ({loads[0]:.1f} to {loads[-1]:.1f}), torch {recorded[-1]['recorded']['torch']}."
     if any("settle" not in line for line in recorded):
         where += " Steps were counted from the start on, when hosts still load what a lost worker would need."
+    equal = f" (in {alike} both are predicted alike, and their steps vary by more than they differ)" if alike else ""
     took = [line["plan_seconds"] for line in recorded if "plan" in line]
     found = (
         f" {100 * sum(held) / len(held):.0f} % of them are inside an interval whose width the other kinds of models "
-        f"taught. What is advised is the fastest measured, or within 5 % of it, in {right} of {len(advice)} cases.** "
+        f"taught. What is advised is the fastest measured, or within 5 % of it, in {right} of {len(advice)} cases"
+        f"{equal}.** "
         f"A plan took {statistics.median(took):.0f} s ({min(took):.0f} to {max(took):.0f}); in "
         f"{len(trained) - len(known)} trainings its time was over before their way had been measured."
     )
@@ -231,9 +277,31 @@ def written() -> str:
     for labels, advised, fastest in advice:
         slower = advised.line["measured"] / fastest.line["measured"] - 1
         names = [f"{each.line['workers']}, {each.line['compression']}" for each in (advised, fastest)]
-        text += f"| {' | '.join([*labels, *names])} | {100 * slower:.1f} % |\n"
+        how = ", by no more than steps vary" if are_equal(advised, fastest) else ""
+        text += f"| {' | '.join([*labels, *names])} | {100 * slower:.1f} %{how} |\n"
     PAST.write_text(json.dumps(said, indent=1) + "\n")
     return text
+
+
+def record(models: Sequence[str], links: Sequence[str], seconds: float, steps: int) -> None:
+    """Measure what is not measured yet of this code, and put it in the place of what is recorded."""
+    asked = stamp(seconds=seconds, steps=steps)
+
+    def of_this_code(path: Path) -> list[dict[str, Any]]:
+        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        return [line for line in lines if line.get("asked") == asked]
+
+    new = of_this_code(PART)
+    for link in links:
+        with place_of(link) as place:
+            for lines in measure(place, models, new, seconds=seconds, steps=steps):
+                new += lines
+                write(PART, new)
+        print(link, *(f"{line['kind']} {line['workers']} {line['compression']} {line['measured']:.3f};"
+                      for line in new if "plan" not in line and line["link"] == link), flush=True)  # fmt: skip
+    others = [line for line in of_this_code(RECORD) if line["link"] not in links or line["kind"] not in models]
+    write(RECORD, [*others, *new])
+    PART.unlink()
 
 
 def main() -> None:
@@ -246,15 +314,8 @@ def main() -> None:
     models, links = asked.models.split(","), asked.links.split(",")
     if unknown := [name for name in [*models, *links] if name not in {*KINDS, *LINKS}]:
         parser.error(f"there is no {', '.join(unknown)}: models are {', '.join(KINDS)}; links {', '.join(LINKS)}")
-    for link in () if asked.page else links:
-        with place_of(link) as place:
-            seconds, steps = (QUICK_SECONDS, QUICK_STEPS) if asked.quick else (SECONDS, STEPS)
-            new = list(measure(place, models, seconds=seconds, steps=steps))
-        before = [json.loads(line) for line in RECORD.read_text().splitlines()] if RECORD.exists() else []
-        others = [line for line in before if line["link"] != link or line["kind"] not in models]
-        write(RECORD, [*others, *new])
-        print(link, *(f"{line['kind']} {line['workers']} {line['compression']} {line['measured']:.3f};"
-                      for line in new if "plan" not in line), flush=True)  # fmt: skip
+    if not asked.page:
+        record(models, links, *((QUICK_SECONDS, QUICK_STEPS) if asked.quick else (SECONDS, STEPS)))
     text = written()
     (HERE / "held_out.md").write_text(text)
     print(next(line for line in text.splitlines() if line.startswith("**Steps are off")))

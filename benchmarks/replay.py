@@ -39,7 +39,6 @@ from manyhosts.lab import lab
 from manyhosts.strategies.ddp import DataParallel
 from manyhosts.strategies.diloco import OuterSteps
 from manyhosts.strategies.local_stepping import LocalSteps
-from manyhosts.strategies.local_updates import LocalUpdates
 from manyhosts.strategies.strategy import Piece, Strategy
 from manyhosts.strategies.uncut_model import SingleProcess
 
@@ -150,8 +149,7 @@ def one_case(config: Any, steps: int, world: World) -> dict[str, Any]:
     def step() -> None:
         strategy.forward_backward(model, [piece], compute, lambda loss: loss, [0.0])
         strategy.update(model, optimizer)
-        if isinstance(strategy, LocalUpdates):
-            strategy.exchange(model)
+        strategy.exchange(model)
 
     auto = getattr(config, "compression", "") == "auto"
     for _ in range(7 if auto else 1 if config is None or isinstance(config, mh.DDP) else 0):
@@ -177,7 +175,7 @@ def work() -> None:
     for name in ["calibration", *CASES]:
         config, steps = CASES["ddp"] if name == "calibration" else CASES[name]
         found = one_case(config, steps, world)
-        if world.is_leader:
+        if world.is_rank_0:
             print(json.dumps({"case": name, **found}), flush=True)
             if name == "calibration":
                 sys.stdin.readline()  # the cable is changed meanwhile

@@ -2,12 +2,12 @@
 
     python benchmarks/strategies.py [--rounds 7] [--steps 12] [--places host,lab] [--ways ddp,fsdp,pipeline,tensor]
 
-Two workers train a small transformer: on this host, and on two hosts of a lab (root on Linux) whose cables carry
-1 Gbit/s. The loops by hand are what PyTorch's tutorials write: `DistributedDataParallel`; `fully_shard` of each block,
-then of all of the model; `PipelineStage` with a schedule, of 4 micro-batches; `parallelize_module` with the plan that
-`tensor` finds. All have the same model, cut at the same places, samples, optimizer and steps, and must end with the
-same loss. They take turns, each in fresh processes, and none always goes first. Ours are strategies as a trainer calls
-them; what that adds is in overhead.md.
+Two workers (of `fsdp+tensor` four) train a small transformer: on this host, and on as many hosts of a lab (root on
+Linux) whose cables carry 1 Gbit/s. The loops by hand are what PyTorch's tutorials write: `DistributedDataParallel`;
+`fully_shard` of each block, then of all of the model; `PipelineStage` with a schedule, of 4 micro-batches;
+`parallelize_module` with the plan that `tensor` finds; both of these over a mesh. All have the same model, cut at the
+same places, samples, optimizer and steps, and must end with the same loss. They take turns, each in fresh processes,
+and none always goes first. Ours are strategies as a trainer calls them; what that adds is in overhead.md.
 
 Wants a quiet machine, and takes some ten minutes there for each way; with `--rounds 3 --steps 8 --places host` some
 five minutes for all of them. The answer is written to strategies.md beside this
@@ -40,17 +40,21 @@ REPORT = Path(__file__).with_suffix(".md")
 WARM_UP = 3
 """Steps that are not timed."""
 BATCH, CONTEXT, CHARACTERS = 16, 64, 96
-PLACES = {"host": "two workers of one host", "lab": "two hosts, 1 Gbit/s"}
+PLACES = {"host": "{} workers of one host", "lab": "{} hosts, 1 Gbit/s"}
 MICRO_BATCHES = 4
 DISTRIBUTED = "DistributedDataParallel"
 FSDP2, ONE_F_ONE_B, GPIPE, PARALLELIZE = "FSDP2 by hand", "Schedule1F1B", "ScheduleGPipe", "parallelize_module"
+BOTH = "parallelize_module and FSDP2 by hand"
 WAYS: dict[str, dict[str, tuple[str, ...]]] = {
     "ddp": {DISTRIBUTED: ("ddp",)},
     "fsdp": {FSDP2: ("fsdp, zero=3", "fsdp, zero=2", "fsdp, zero=1")},
     "pipeline": {ONE_F_ONE_B: ("pipeline, 1f1b",), GPIPE: ("pipeline, gpipe",)},
     "tensor": {PARALLELIZE: ("tensor",)},
+    "fsdp+tensor": {BOTH: ("fsdp+tensor",)},
 }
 """Loops by hand, and what is compared with each."""
+WORKERS = {"fsdp+tensor": (4, "four")}
+"""Of a way that needs more than two."""
 OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp, zero=3": ("fsdp", {"zero": 3}),
     "fsdp, zero=2": ("fsdp", {"zero": 2}),
@@ -59,6 +63,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline, 1f1b": ("pipeline", {"schedule": "1f1b", "cuts": "layers"}),
     "pipeline, gpipe": ("pipeline", {"schedule": "gpipe", "cuts": "layers"}),
     "tensor": ("tensor", {}),
+    "fsdp+tensor": ("fsdp+tensor", {"shard": 2, "size": 2}),
 }
 """Names of strategies, and options."""
 
@@ -94,11 +99,10 @@ class Run:
     def optimizer(self, parameters: Any) -> Any:
         import torch
 
-        made = torch.optim.AdamW(parameters, lr=1e-4)
-        made.register_step_post_hook(lambda *_: self._after(made))
-        return made
+        return torch.optim.AdamW(parameters, lr=1e-4)
 
-    def _after(self, optimizer: Any) -> None:
+    def after(self, optimizer: Any) -> None:
+        """A step is over. No hook of the optimizer: of one that has some, strategies of parts watch each operation."""
         self.times.append(time.perf_counter())
         if len(self.times) in (WARM_UP, self.steps):
             self.sent.append(bytes_sent())
@@ -153,12 +157,16 @@ def distributed(run: Run, rank: int, size: int) -> float:
 
 def fully_sharded(run: Run, rank: int, size: int) -> float:
     """The same where parameters lie in parts."""
+    _put_into_parts(run, None)
+    return _of_own_samples(run, run.model, rank, size)
+
+
+def _put_into_parts(run: Run, mesh: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
     for block in run.model[1].children():
-        fully_shard(block)
-    fully_shard(run.model)
-    return _of_own_samples(run, run.model, rank, size)
+        fully_shard(block, mesh=mesh)
+    fully_shard(run.model, mesh=mesh)
 
 
 def _of_own_samples(run: Run, model: Any, rank: int, size: int) -> float:
@@ -171,8 +179,9 @@ def _of_own_samples(run: Run, model: Any, rank: int, size: int) -> float:
         loss = run.loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
+        run.after(optimizer)
     dist.all_reduce(loss.detach())
-    return float(loss.detach()) / size
+    return float(loss.detach()) / dist.get_world_size()
 
 
 def pipelined(kind: str, run: Run, rank: int, size: int) -> float:
@@ -199,6 +208,7 @@ def pipelined(kind: str, run: Run, rank: int, size: int) -> float:
             schedule.step(target=targets, losses=losses)
             found[0] = torch.stack(losses).detach().mean()
         optimizer.step()
+        run.after(optimizer)
     dist.broadcast(found, src=size - 1)
     return float(found)
 
@@ -206,6 +216,30 @@ def pipelined(kind: str, run: Run, rank: int, size: int) -> float:
 def parallelized(run: Run, rank: int, size: int) -> float:
     """The same of tensor parallelism, with the layers cut that ours finds."""
     from torch.distributed.device_mesh import init_device_mesh
+
+    _cut_layers(run, init_device_mesh("cpu", (size,)))
+    optimizer = run.optimizer(run.model.parameters())
+    for step in range(run.steps):
+        inputs, targets = run.batch(step, 0, 1)
+        optimizer.zero_grad()
+        loss = run.loss(run.model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        run.after(optimizer)
+    return float(loss.detach())
+
+
+def both(run: Run, rank: int, size: int) -> float:
+    """The same where pairs cut layers, whose parts are kept in parts."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tensor"))
+    _cut_layers(run, mesh["tensor"])
+    _put_into_parts(run, mesh["shard"])
+    return _of_own_samples(run, run.model, rank // 2, size // 2)
+
+
+def _cut_layers(run: Run, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -215,15 +249,7 @@ def parallelized(run: Run, rank: int, size: int) -> float:
         **{f"1.*.{name}": RowwiseParallel() for name in ("out", "down")},
         "2": ColwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(run.model, init_device_mesh("cpu", (size,)), plan)
-    optimizer = run.optimizer(run.model.parameters())
-    for step in range(run.steps):
-        inputs, targets = run.batch(step, 0, 1)
-        optimizer.zero_grad()
-        loss = run.loss(run.model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
+    parallelize_module(run.model, mesh, plan)
 
 
 class Compute:
@@ -250,15 +276,14 @@ def by_strategy(name: str, run: Run, rank: int, size: int) -> float:
     from manyhosts.cluster.place import Place
     from manyhosts.communication.world import World
     from manyhosts.config.strategies import named
-    from manyhosts.strategies.strategy import LooksAhead, Piece, Sample
+    from manyhosts.strategies.strategy import Piece, Sample
     from manyhosts.strategies.table import STRATEGIES
 
     world = World(Place.from_environment())
     kind, options = OURS[name]
     strategy = STRATEGIES.load(kind)(dataclasses.replace(named(kind), **options), world)
     shard, pieces = strategy.shard(), MICRO_BATCHES if kind == "pipeline" else 1
-    if isinstance(strategy, LooksAhead):
-        strategy.look(Sample(lambda: run.batch(0, 0, 1)[0], nullcontext, "fp32"))
+    strategy.look(lambda: Sample(lambda: run.batch(0, 0, 1)[0], nullcontext, "fp32"))
     model = strategy.place(run.model)
     optimizer, compute = run.optimizer(model.parameters()), Compute(run)
     for step in range(run.steps):
@@ -268,6 +293,7 @@ def by_strategy(name: str, run: Run, rank: int, size: int) -> float:
         given = [Piece(partial(tuple, part), share, share / BATCH, (step, rank, n)) for n, part in enumerate(parts)]
         outcome = strategy.forward_backward(model, given, compute, lambda loss: loss, [0.0])
         strategy.update(model, optimizer)
+        run.after(optimizer)
     loss = float(outcome.values["loss"])
     world.barrier()
     return loss
@@ -282,7 +308,7 @@ def work(name: str, width: int, steps: int) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run = Run(width, steps)
     hands: dict[str, Callable[[Run, int, int], float]] = {DISTRIBUTED: distributed, FSDP2: fully_sharded}
-    hands |= {PARALLELIZE: parallelized}
+    hands |= {PARALLELIZE: parallelized, BOTH: both}
     hands |= {kind: partial(pipelined, kind) for kind in (ONE_F_ONE_B, GPIPE)}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if name in hands:
@@ -301,7 +327,7 @@ Start = Callable[[int, list[str], dict[str, str]], "subprocess.Popen[str]"]
 
 
 @contextmanager
-def starting(place: str) -> Iterator[tuple[Start, str, str]]:
+def starting(place: str, workers: int) -> Iterator[tuple[Start, str, str]]:
     """How a worker is started there by its rank, the first one's address, and the interface that they talk over."""
     if place == "host":
         yield (
@@ -312,7 +338,7 @@ def starting(place: str) -> Iterator[tuple[Start, str, str]]:
         return
     from manyhosts.lab import lab
 
-    with lab(2, bandwidth="1gbit", prefix="strat") as hosts:
+    with lab(workers, bandwidth="1gbit", prefix="strat") as hosts:
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
         yield (
             lambda rank, words, env: hosts[rank].start(words, env=path | env, stdout=subprocess.PIPE),
@@ -321,20 +347,20 @@ def starting(place: str) -> Iterator[tuple[Start, str, str]]:
         )
 
 
-def measure(start: Start, address: str, interface: str, words: list[str]) -> dict[str, float]:
-    """The figures of one contestant, by two workers: of several that differ the largest."""
+def measure(start: Start, address: str, interface: str, workers: int, words: list[str]) -> dict[str, float]:
+    """The figures of one contestant: of several that differ the largest."""
     with socket.socket() as probe:  # free here, and nobody listens on a lab's host
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    place = {"WORLD_SIZE": str(workers), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     place |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
-    workers = [start(rank, words, place | {"RANK": str(rank)}) for rank in range(2)]
+    started = [start(rank, words, place | {"RANK": str(rank)}) for rank in range(workers)]
     try:
-        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=600)[0] for worker in started]
     finally:
-        for worker in workers:
+        for worker in started:
             worker.kill()
-    if any(worker.returncode for worker in workers):
+    if any(worker.returncode for worker in started):
         raise SystemExit(f"{' '.join(words)} failed")
     found = [json.loads(out.strip().splitlines()[-1]) for out in outputs]
     return {key: max(each[key] for each in found) for key in found[0]}
@@ -347,7 +373,7 @@ def table(way: str, figures: dict[str, list[dict[str, float]]], busy: str) -> li
         f"{describe(Path(sys.executable), ['torch'])} {busy}",
         "",
         f"n = {len(rounds)} rounds; {rounds[0]['parameters'] / 1e6:.1f} MB of parameters. Medians, with the lowest and "
-        "the highest; a ratio is that to the loop by hand above it, of the same round. Of two workers the larger one.",
+        "the highest; a ratio is that to the loop by hand above it, of the same round. Of all workers the largest one.",
         "",
         "| | step, ms | ratio | sent per step and worker, MB | kept between steps, MB | peak of memory, MB |",
         "|---|---:|---:|---:|---:|---:|",
@@ -391,16 +417,17 @@ def main() -> None:
         names = [name for hand, ours in WAYS[way].items() for name in (hand, *ours)]
         figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         busy = f"When it began, {os.getloadavg()[1]:.1f} processes wanted the {os.cpu_count()} cores."
-        with starting(place) as how:
+        workers, word = WORKERS.get(way, (2, "two"))
+        with starting(place, workers) as how:
             for turn in range(asked.rounds):
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:  # nobody always goes first
                     words = [sys.executable, str(Path(__file__).resolve()), "--one", name]
                     words += ["--width", str(asked.width), "--steps", str(asked.steps)]
-                    figures[name].append(measure(*how, words))
+                    figures[name].append(measure(*how, workers, words))
                     print(place, turn + 1, name, figures[name][-1], flush=True)
         losses = {name: rounds[0]["loss"] for name, rounds in figures.items()}
         assert all(math.isclose(each, losses[names[0]], rel_tol=1e-3) for each in losses.values()), f"{losses}"
-        found[f"{way}: {PLACES[place]}"] = "\n".join(table(way, figures, busy))
+        found[f"{way}: {PLACES[place].format(word)}"] = "\n".join(table(way, figures, busy))
     lines = ["# What a step of each strategy takes", "", *(__doc__ or "").split("\n\n")[2].splitlines()]
     asked.output.write_text("\n".join(lines) + "\n" + "".join(f"\n## {each}\n\n{found[each]}\n" for each in found))
     print(asked.output.read_text())

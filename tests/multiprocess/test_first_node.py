@@ -26,8 +26,8 @@ from manyhosts.launchers.sagemaker import node as sagemaker_node
 pytestmark = pytest.mark.multiprocess
 
 
-def start(job: Job, index: int, port: int, address: str = "127.0.0.1") -> subprocess.Popen[str]:
-    """A pod's process, with a pod's environment."""
+def start(job: Job, index: int, port: int, address: str = "127.0.0.1", *words: str) -> subprocess.Popen[str]:
+    """A pod's process, with a pod's environment. `words`: what Python is given in place of the pod's module."""
     own = {
         manifest.JOB: job_file.text_of(job),
         manifest.HEAD: addresses.place(address, port),
@@ -35,9 +35,13 @@ def start(job: Job, index: int, port: int, address: str = "127.0.0.1") -> subpro
         manifest.TOKEN: "a secret",
         "JOB_COMPLETION_INDEX": str(index),
     }
-    words = [sys.executable, "-P", "-m", "manyhosts.launchers.kubernetes.node"]
+    words = words or ("-m", "manyhosts.launchers.kubernetes.node")
     return subprocess.Popen(
-        words, env={**environment(), **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-P", *words],
+        env={**environment(), **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -113,6 +117,27 @@ def test_failure_of_the_script_is_final_on_all_nodes(tmp_path: Path) -> None:
     code, out = reported(nodes[0])
     assert (code, reported(nodes[1])[0]) == (1, 1)
     assert "ValueError: a slip" in out
+
+
+ENDED_BY_THE_ENGINE = """
+import os, signal, sys
+from manyhosts.control.head.run import Head
+from manyhosts.launchers.kubernetes.node import main
+result = Head._result
+def asked_to_end(head):
+    os.kill(os.getpid(), signal.SIGTERM)  # the other node has ended with the run's code, and its engine ends this one
+    return result(head)
+Head._result = asked_to_end
+sys.exit(main())
+"""
+
+
+def test_node_that_is_ended_for_the_failure_of_the_run_says_what_it_was(tmp_path: Path) -> None:
+    wished, port = job(tmp_path, "raise ValueError('a slip')"), free_port()
+    first, other = start(wished, 0, port, "127.0.0.1", "-c", ENDED_BY_THE_ENGINE), start(wished, 1, port)
+    code, out = reported(first)
+    assert (code, reported(other)[0]) == (1, 1)
+    assert "failed with ValueError: a slip" in out, out
 
 
 def test_node_that_waits_for_the_first_ends_when_it_is_asked(tmp_path: Path) -> None:

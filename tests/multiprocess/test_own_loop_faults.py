@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,20 @@ from torch.utils.data import TensorDataset
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError, TrainingError
+from manyhosts.snapshot.disk import Disk
 
 pytestmark = pytest.mark.multiprocess
 INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 
 
 def with_own_state(rank: int, folder: Path, kind: str) -> str:
+    write = Disk.write_file
+
+    def slowly(disk: Disk, path: Path, chunks: Iterable[Any]) -> None:
+        time.sleep(0.2)  # a snapshot is under way when the run fails, and complete before it ends
+        write(disk, path, chunks)
+
+    Disk.write_file = slowly  # type: ignore[method-assign]
     run = mh.Run(
         models=lambda: nn.Linear(3, 1),
         optimizers=lambda params: torch.optim.SGD(params, 0.1),

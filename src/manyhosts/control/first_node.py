@@ -75,6 +75,9 @@ def run(job: Job, node_info: NodeInfo, *, patience_s: float = PATIENCE_S) -> int
             endpoint=endpoint,
             start_here=_starter(node_info),
         )
+        # The head listens to signals while it runs. An engine that ends this node because another has ended with the
+        # run's error must not keep what the error was from being printed.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         code = head.run()
         if code >= 128:  # signals: the engine wants the node back
             display.warn(

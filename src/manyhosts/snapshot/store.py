@@ -256,8 +256,13 @@ class Store:
         """The snapshot that this worker is still writing its part of, or waits for the parts of the others."""
         return self._path if self._thread is not None and self._thread.is_alive() else None
 
-    def abandon(self) -> None:
-        """Give up what is being written: the workers changed, and the parts of those that went will not come."""
+    def abandon(self, *, after_s: float = 0) -> None:
+        """Give up what is being written: the workers changed, and the parts of those that went will not come.
+
+        Not before `after_s` seconds, in which it may still become complete.
+        """
+        if self._thread is not None:
+            self._thread.join(after_s)
         self._gave_up = "the workers changed while it was being written"
 
     def drop_oldest(self) -> Path | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from manyhosts import refusals
 from manyhosts.cluster.membership import CallAlreadyFinished
@@ -25,6 +25,10 @@ from manyhosts.snapshot.load import newest_complete
 from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.training import Training
+
+
+_OTHERS_WRITE_S = 5.0
+"""How long a run that fails waits for what others write of the snapshot under way: they fail, too, or are gone."""
 
 
 class RunEnd:
@@ -81,6 +85,9 @@ class RunEnd:
     def record(self, status: str, reason: str, *, is_failure: bool = True) -> str:
         """Record how the run ended. Returns the hash of the weights; nothing where no one can know it."""
         training, parts, step = self._training, self._training.parts, self._training.state.step
+        if status == "failed":
+            with suppress(Exception):  # what ends the run is known, and no second error may hide it
+                training.snapshot_schedule.abandon(after_s=_OTHERS_WRITE_S)
         # After a failure the others may not come to where the entire weights are put together.
         can_hash = parts.strategy.mesh.parts == 1 or not is_failure
         weights = weights_sha256(parts.model, parts.strategy.holding) if can_hash and parts.world.drain() else ""

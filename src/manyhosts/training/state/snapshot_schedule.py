@@ -202,10 +202,13 @@ class SnapshotSchedule:
         for news_of_copy in self.second.copier.finished() if self.second is not None else []:
             self.emit(news_of_copy)
 
-    def abandon(self) -> bool:
-        """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so."""
+    def abandon(self, *, after_s: float = 0) -> bool:
+        """Give up what is being written: some of those who write it are gone. Whether a snapshot is lost so.
+
+        Not before `after_s` seconds, in which it may still become complete.
+        """
         under_way = self.store.under_way
-        self.store.abandon()
+        self.store.abandon(after_s=after_s)
         self.store.wait()
         self.listen()
         return under_way is not None and under_way != self.directory.best

@@ -26,7 +26,6 @@ from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.training import Training
 
-
 _OTHERS_WRITE_S = 5.0
 """How long a run that fails waits for what others write of the snapshot under way: they fail, too, or are gone."""
 

@@ -1,15 +1,16 @@
 """How far off is `manyhosts plan` on models that compute for real, and that its model of a step was not made by?
 
-    python benchmarks/held_out.py                                         # root, Linux: it makes hosts; 12 minutes
+    python benchmarks/held_out.py                                         # root, Linux: it makes hosts; 30 minutes
     python benchmarks/held_out.py --models gpt,lstm --links host --quick  # a part: its lines replace those recorded
     python benchmarks/held_out.py --page                                  # write everything again from what is recorded
 
 Six kinds of models (`held_out_train.py`): a CNN with BatchNorm, an LSTM, a GPT, a recommender that is nearly all
 embedding, a small CNN whose samples are slow to read, and a classifier with a huge last layer. On this host alone and
 on hosts of it behind cables of 100 Mbit/s and 1 Gbit/s, `manyhosts plan` measures each for some seconds, and predicts
-one worker, and more of them without compression, with bf16 and with PowerSGD. Then each of these is trained, some
-seconds after the start, when nothing is loaded any more, and the median of its steps is compared. Nothing sleeps: hosts
-of one machine share its cores. Nothing is calibrated.
+one worker, and more of them without compression, with bf16 and with PowerSGD. Each of these is trained, some seconds
+after the start, when nothing is loaded any more, once before the plans and once after them: a shared machine is not
+equally fast in both minutes. The median of the steps of both is compared. Nothing sleeps: hosts of one machine share
+its cores. Nothing is calibrated.
 
 A size is a case for the advice: of one worker and of the ways of that size the one that `recommend` names is compared
 with the fastest that was measured. How wide the interval of a prediction has to be is learned from the other kinds of
@@ -126,23 +127,41 @@ def measure(
     """
     common = {"link": place.link, "settle": SETTLE, "recorded": {**origin(), "torch": torch.__version__}}
     common["asked"] = stamp(seconds=seconds, steps=steps)
-    planned = [line["kind"] for line in known if "plan" in line and line["link"] == place.link]
-    trained = {(line["kind"], line["workers"]) for line in known if "plan" not in line and line["link"] == place.link}
+    own = [line for line in known if line["link"] == place.link]
+    planned = [line["kind"] for line in own if "plan" in line]
+    trained = {(line["kind"], line["workers"], line["moment"]) for line in own if "plan" not in line}
+
+    def trainings(moment: str) -> Iterator[list[dict[str, Any]]]:
+        for workers in (1, *LINKS[place.link]):
+            load = os.getloadavg()[0]
+            left = [kind for kind in kinds if (kind, workers, moment) not in trained]
+            found = place.train(left, workers, steps) if left else ()
+            yield [
+                {
+                    "kind": line["kind"], **common, "load": load, "workers": workers,
+                    "compression": line["compression"], "moment": moment, "steps": line["seconds"],
+                }
+                for line in found
+            ]  # fmt: skip
+
+    yield from trainings("before")
     for kind in (each for each in kinds if each not in planned):
         load = os.getloadavg()[0]
         plan, took = place.plan(kind, seconds)
         yield [{"kind": kind, **common, "load": load, "plan": kept(plan), "plan_seconds": round(took, 1)}]
-    for workers in (1, *LINKS[place.link]):
-        load = os.getloadavg()[0]
-        left = [kind for kind in kinds if (kind, workers) not in trained]
-        found = place.train(left, workers, steps) if left else ()
-        yield [
-            {
-                "kind": line["kind"], **common, "load": load, "workers": workers, "compression": line["compression"],
-                "measured": line["median"], "steps": line["seconds"],
-            }
-            for line in found
-        ]  # fmt: skip
+    yield from trainings("after")
+
+
+def pooled(lines: Sequence[Line]) -> list[Line]:
+    """One line for each training, with the steps of all moments."""
+    groups: dict[Any, list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line["kind"], line["link"], line["workers"], line["compression"]), []).append(line)
+    steps = {labels: [second for line in own for second in line["steps"]] for labels, own in groups.items()}
+    return [
+        {**own[0], "steps": steps[labels], "measured": statistics.median(steps[labels])}
+        for labels, own in groups.items()
+    ]
 
 
 def stamp(*, seconds: float, steps: int) -> str:
@@ -247,6 +266,7 @@ def past(all_of_them: Sequence[Compared]) -> dict[str, Any]:
 def written() -> str:
     """The page of what is recorded."""
     recorded, plans, trained = read(RECORD, lambda line: (line["kind"], line["link"]))
+    trained = pooled(trained)
     known = compared(trained, plans)
     said, held = past(known), inside(known)
     advice = cases(known)
@@ -298,7 +318,8 @@ def record(models: Sequence[str], links: Sequence[str], seconds: float, steps: i
                 new += lines
                 write(PART, new)
         print(link, *(f"{line['kind']} {line['workers']} {line['compression']} {line['measured']:.3f};"
-                      for line in new if "plan" not in line and line["link"] == link), flush=True)  # fmt: skip
+                      for line in pooled([each for each in new if "plan" not in each and each["link"] == link])),
+              flush=True)  # fmt: skip
     others = [line for line in of_this_code(RECORD) if line["link"] not in links or line["kind"] not in models]
     write(RECORD, [*others, *new])
     PART.unlink()

@@ -78,7 +78,7 @@ def _fix(error: click.ClickException, verb: str) -> str:
     if isinstance(error, click.NoSuchOption):
         from manyhosts.table import nearest
 
-        return nearest(error.option_name, error.possibilities or ()) + lists
+        return (_with_two_dashes(error) or nearest(error.option_name, error.possibilities or ())) + lists
     parameter = getattr(error, "param", None)
     if isinstance(error, click.MissingParameter) and isinstance(parameter, click.Argument):
         if parameter.name == "script":
@@ -90,6 +90,15 @@ def _fix(error: click.ClickException, verb: str) -> str:
     if isinstance(error, click.BadParameter) and isinstance(getattr(parameter, "type", None), IntParamType):
         return f"give an integer, such as 2; {lists}"
     return lists
+
+
+def _with_two_dashes(error: click.NoSuchOption) -> str:
+    """For `-workers`, of which click has read `-w`: the option that is meant; empty where there is none."""
+    context = error.ctx
+    words = context.find_object(list) if context is not None else None
+    known = {name for each in context.command.params for name in each.opts} if context is not None else set()
+    meant = (f"-{word}" for word in words or () if word.startswith(error.option_name))
+    return next((f"did you mean {word.partition('=')[0]!r}? " for word in meant if word.partition("=")[0] in known), "")
 
 
 VERBS = {

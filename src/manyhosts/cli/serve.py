@@ -15,6 +15,7 @@ import click
 from manyhosts.cli.progress import Progress
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import directory_of
+from manyhosts.records.chosen_run import no_run
 
 _LIBRARIES = "pip install starlette uvicorn prometheus_client"
 
@@ -69,9 +70,9 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
             )
     is_run = (path / "run.json").exists()
     if not is_run and not (path / "export.json").exists():
-        raise ConfigError(
-            "this is neither an export nor a run" if path.exists() else "there is no such folder",
-            where=str(path),
+        raise no_run(
+            path,
+            "this is neither an export nor a run",
             fix="give a run directory, or a folder that `manyhosts export` has made",
         )
     if not is_run and (option := next((key for key in ("follow", "preprocess", "model") if words[key]), None)):

@@ -17,6 +17,7 @@ from manyhosts.launchers.detached import Jobs, State, Status
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_lock
 from manyhosts.records.atomic_file import write_json
+from manyhosts.records.chosen_run import no_run
 from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
@@ -253,7 +254,6 @@ class InTerminal:
     def _run(self, name: str) -> RunDirectory:
         path = Path(name)
         if not _is_run(path):
-            what = "this folder holds no run" if path.exists() else "there is no such folder"
             fix = f"give the directory of a run, the handle that `manyhosts run --detach` printed, or `{LAST}`"
-            raise ConfigError(what, where=name, fix=fix)
+            raise no_run(path, "this folder holds no run", fix=fix)
         return RunDirectory(path)

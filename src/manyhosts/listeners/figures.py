@@ -10,12 +10,12 @@ _SHARES = ("accuracy", "precision", "recall", "f1", "specificity")
 
 
 def number(value: float) -> str:
-    """Six columns where they do: `0.0612`, `1.2346`, `12.346`, `1234.6`, `1.2e-05`, `nan`."""
+    """Six columns where they do: `0.0612`, `1.2346`, `12.346`, `1234.6`, `0.00060`, `1.2e-05`, `nan`."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if 1e-3 <= abs(value) < 1e5:
         return f"{value:.{4 - max(0, math.floor(math.log10(abs(value))))}f}"
-    return f"{value:.2g}"
+    return f"{value:#.2g}"
 
 
 def figure(name: str, value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from difflib import get_close_matches
 from pathlib import Path
 
 from manyhosts.errors import ConfigError
@@ -19,11 +20,29 @@ def run_directory(named: str | Path) -> RunDirectory:
     path = Path(named)
     directory = RunDirectory(path.absolute())
     if not directory.run_json.exists():
-        if (untrained := without_training(directory)) is not None:
-            raise untrained
-        what = "there is no such folder" if not path.exists() else "there is no run.json in this folder"
-        raise ConfigError(what, where=str(path), fix="give the directory of a run, such as runs/train-20260101-120000")
+        raise without_training(directory) or no_run(path, "there is no run.json in this folder")
     return directory
+
+
+def no_run(path: Path, holds: str, *, fix: str = "give the directory of a run, such as runs/train-…") -> ConfigError:
+    """What to say of a `path` that is no run's directory, and which of those near it may be meant.
+
+    `holds`: what a folder has in it, or not; `fix`: what to give where no run is near.
+    """
+    what = holds if path.is_dir() else "this is a file" if path.exists() else "there is no such folder"
+    if path.is_dir() and (inside := _runs_in(path)):
+        fix = f"name a run in it: the newest is {inside[-1]}, and `manyhosts runs {path}` lists them"
+    elif path.is_file() and (path.parent / "run.json").exists():
+        fix = f"name its run: {path.parent}"
+    elif not path.exists() and (near := get_close_matches(path.name, [each.name for each in _runs_in(path.parent)], 1)):
+        fix = f"did you mean {path.with_name(near[0])}? `manyhosts runs {path.parent}` lists what is there"
+    return ConfigError(what, where=str(path), fix=fix)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs in a folder, the newest last."""
+    found = [each for each in folder.glob("*/run.json") if each.is_file()]
+    return [each.parent for each in sorted(found, key=lambda each: each.stat().st_mtime)]
 
 
 def without_training(directory: RunDirectory) -> ConfigError | None:

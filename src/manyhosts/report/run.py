@@ -8,7 +8,7 @@ from pathlib import Path
 
 from manyhosts.errors import ConfigError
 from manyhosts.records import metrics, run_lock
-from manyhosts.records.chosen_run import without_training
+from manyhosts.records.chosen_run import no_run, without_training
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import Story, Summary
@@ -107,11 +107,11 @@ def see_that_run(folder: Path) -> None:
     """
     directory = RunDirectory(folder)
     if not any(path.exists() for path in (directory.run_json, directory.metrics, folder / run_lock.NAME)):
-        if (untrained := without_training(directory)) is not None:
-            raise untrained
-        fix = "give the directory of a run, such as runs/train-…, or a study's"
-        what = "this folder holds neither a run nor a study" if folder.exists() else "there is no such folder"
-        raise ConfigError(what, where=str(folder), fix=fix)
+        raise without_training(directory) or no_run(
+            folder,
+            "this folder holds neither a run nor a study",
+            fix="give the directory of a run, such as runs/train-…, or a study's",
+        )
 
 
 def record_of(directory: RunDirectory) -> RunRecord | None:

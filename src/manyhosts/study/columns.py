@@ -107,11 +107,12 @@ def laws(study: Study) -> Table:
     """The laws that were fitted, with their coefficients."""
     table = [["law", *study.asked.varied, "coefficient", "value", "95 % between", "error"]]
     for values, found in study.fits().items():
-        for law, fit in found.items():
+        for fit in found.values():
+            own = [fit.title, *_values(study, values)]
             for name, value in fit.coefficients.items():
                 ends = None if fit.intervals is None else fit.intervals[name]
                 between = "too few sizes" if ends is None else f"{ends[0]:.4f} … {ends[1]:.4f}"
-                table.append([law, *_values(study, values), name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"])
+                table.append([*own, name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"])
     return table
 
 

@@ -44,6 +44,11 @@ class Fit:
     error: float
     """Root of the mean square of the relative error of the time, over the points."""
 
+    @property
+    def title(self) -> str:
+        """For a reader: `Amdahl's law`."""
+        return LAWS[self.law].title
+
     def speed_up(self, times: float) -> float:
         """At `times` the smallest size."""
         return LAWS[self.law].speed_up(times, *self.coefficients.values())
@@ -71,6 +76,7 @@ class Fit:
 class _Law:
     """The speed-up is `speed_up(n, …)`; turned round, `left(n, S) = sum of coefficient x right(n)[…]`."""
 
+    title: str
     names: tuple[str, ...]
     speed_up: Callable[..., float]
     left: Callable[[Numbers, Numbers], Numbers]
@@ -81,6 +87,7 @@ class _Law:
 
 LAWS = {
     "amdahl": _Law(
+        "Amdahl's law",
         ("serial",),
         lambda n, s: n / (1 + s * (n - 1)),
         lambda n, speed: n / speed - 1,
@@ -88,6 +95,7 @@ LAWS = {
         lambda n, speed: n / speed,
     ),
     "gustafson": _Law(
+        "Gustafson's law",
         ("serial",),
         lambda n, s: n - s * (n - 1),
         lambda n, speed: n - speed,
@@ -95,6 +103,7 @@ LAWS = {
         lambda n, speed: speed,
     ),
     "universal": _Law(
+        "universal scalability law",
         ("contention", "pairs"),
         lambda n, a, b: n / (1 + a * (n - 1) + b * n * (n - 1)),
         lambda n, speed: n / speed - 1,

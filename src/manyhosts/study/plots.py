@@ -163,7 +163,7 @@ def _efficiency(axes: Any, study: Study, groups: Mapping[str, Sequence[Size]]) -
             first, last = points[0][0], points[-1][0]
             xs = [first * (last / first) ** (place / 60) for place in range(61)]
             ys = [100 * law.speed_up(x / first) / (x / first) for x in xs]
-            name = f"{law.law} law" if number == 0 else None
+            name = law.title if number == 0 else None
             axes.plot(xs, ys, color=_LINES[number % len(_LINES)], linewidth=1.2, alpha=0.8, label=name)
     axes.set_ylabel("% of the ideal speed")
     axes.set_ylim(bottom=0)

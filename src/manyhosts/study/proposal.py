@@ -133,7 +133,7 @@ def paragraph(study: Study, job: str) -> str:
     for each in jobs:
         if not each.measured and law is not None:
             words.append(
-                f"Extrapolated by the law {law.law}, {each.workers} workers would be {each.speed_up:.2f} times as fast "
+                f"By extrapolation ({law.title}), {each.workers} workers would be {each.speed_up:.2f} times as fast "
                 f"({each.interval[0]:.2f} to {each.interval[1]:.2f}) and use {each.worker_hours:.3g} worker-hours."
             )
     if all(len(size.rows) == 1 for size in strong):

@@ -57,6 +57,8 @@ WRONG = [
     (["run", "--workers"], "`manyhosts run --help` lists what it takes"),
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
     (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
+    (["run", "-workers", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
+    (["run", "-workers=2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["doctor", "far-away"], "if it is a host: manyhosts doctor --hosts far-away"),
     (["run", "--set", "batch_size=", __file__], "write an integer, as in --set batch_size=8"),
     (["run", "--workers", "many", "x.py"], "'many' is not a valid integer"),

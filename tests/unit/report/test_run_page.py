@@ -174,6 +174,15 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         written(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
         written(tmp_path / "nowhere")
+    make_run(tmp_path / "runs" / "two")
+    for given, what, fix in (
+        ("runs", "holds neither a run nor a study", f"the newest is {tmp_path}/runs/two, and `manyhosts runs "),
+        ("runs/tow", "there is no such folder", f"did you mean {tmp_path}/runs/two?"),
+        ("runs/two/metrics.jsonl", "this is a file", f"name its run: {tmp_path}/runs/two"),
+    ):
+        with pytest.raises(ConfigError, match=what) as found:
+            written(tmp_path / given)
+        assert fix in found.value.fix
     (tmp_path / "plain" / "logs").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"nothing but what the workers printed is on record here"):
         written(tmp_path / "plain")

@@ -206,6 +206,58 @@ def test_first_step_that_trains_nothing_is_said(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().count("it has trained nothing") == 1
 
 
+def test_parameters_that_an_optimizer_is_given_later_are_refused(tmp_path: Path) -> None:
+    made_optimizers: list[torch.optim.Optimizer] = []
+
+    def optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made_optimizers.append(torch.optim.SGD(params[:1], 0.1))
+        return made_optimizers[-1]
+
+    run = made(
+        models={"two": lambda: nn.Linear(3, 1)}, optimizers=optimizer, run_dir=tmp_path
+    )
+
+    def step(run: mh.Run) -> None:
+        if run.steps_done == 1:
+            made_optimizers[0].add_param_group({"params": [run.models["two"].bias]})
+        run.backward(lambda batch: run.models["two"](batch[0]).square().mean())
+        run.update()
+
+    with pytest.raises(ConfigError, match="was given more parameters since the run was made"):
+        run.fit(step, "3 steps")
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffer_that_a_step_registers_is_refused_where_a_snapshot_would_have_it(
+    persistent: bool, tmp_path: Path
+) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "table"):
+                self.register_buffer("table", torch.full((1,), 2.0), persistent=persistent)
+            return super().forward(inputs) * self.table
+
+    def run_to(steps: str) -> None:
+        run = made(
+            models={"two": lambda: Scaled(3, 1)},
+            optimizers=lambda params: torch.optim.SGD(params, 0.1),
+            run_dir=tmp_path,
+        )
+
+        def step(run: mh.Run) -> None:
+            run.backward(lambda batch: run.models["two"](batch[0]).square().mean())
+            run.update()
+
+        run.fit(step, steps)
+
+    if persistent:
+        with pytest.raises(ConfigError, match="gives a model of the run the buffer 'table'"):
+            run_to("2 steps")
+        return
+    run_to("2 steps")
+    run_to("4 steps")  # the model of the resume has none until it is called
+
+
 def test_only_the_named_optimizers_model_gets_a_gradient_and_gradients_add_up(tmp_path: Path) -> None:
     run, seen = made(run_dir=tmp_path), []
 

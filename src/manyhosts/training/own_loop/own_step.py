@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -150,6 +151,7 @@ class OwnStep:
         self._plain: Held | None = None
         """What models keep in plain attributes, before the first step of this process."""
         self._looks = _LOOKS
+        self._new_buffers: list[tuple[nn.Module, str]] = []
 
     def use(self, strategy: Strategy, settings: Settings, world: World) -> None:
         """Sum gradients by `strategy`, which has not placed the models yet.
@@ -227,6 +229,7 @@ class OwnStep:
         with ExitStack() as hooks:
             hooks.callback(register_module_parameter_registration_hook(self._refuse_added).remove)
             hooks.callback(register_module_module_registration_hook(self._refuse_added).remove)
+            hooks.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
             yield
 
     def _made(self) -> None:
@@ -236,6 +239,7 @@ class OwnStep:
             self._see_that_whole()
             self._refuse_lost_gradients()
             self._refuse_graphs()
+            self._refuse_buffers()
         except ConfigError as error:
             error.where = f"{error.where}, {place_in_script(error) or self.place}"
             raise
@@ -331,6 +335,22 @@ class OwnStep:
                 where="run.fit(step)",
                 fix="make it with its model, in mh.Run(models=…)",
             )
+
+    def _note_buffer(self, module: nn.Module, name: str, _given: Tensor | None) -> None:
+        """Called where a module is given a buffer: before it is known whether snapshots are to have it."""
+        if self.pieces is not None and module in self._modules and name not in module._buffers:
+            self._new_buffers.append((module, name))
+
+    def _refuse_buffers(self) -> None:
+        """One that is in the `state_dict` must be there when a resume makes the model; others are made again."""
+        for module, name in self._new_buffers:
+            if name in module._buffers and name not in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"the step gives a model of the run the buffer {name!r}: a snapshot has it, and the model that a "
+                    "resume makes has not",
+                    where="run.fit(step)",
+                    fix="register it in the model's __init__, or with persistent=False where it is made again",
+                )
 
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
         losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
@@ -518,6 +538,13 @@ class OwnStep:
                 "run.update comes before a run.backward for the same optimizer in this step",
                 where="run.update",
                 fix="call run.backward first: gradients do not outlive a step",
+            )
+        if sum(len(each["params"]) for each in group.optimizer.param_groups) != len(group.parameters):
+            raise ConfigError(
+                f"optimizer {group.name!r} was given more parameters since the run was made, whose gradients no one "
+                "sums over the workers",
+                where="run.update",
+                fix="give it all of them in mh.Run(optimizers=…), and freeze those of later: requires_grad_(False)",
             )
         if clip is not None and not clip > 0:
             raise ConfigError(

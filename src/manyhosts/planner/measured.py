@@ -200,6 +200,11 @@ class Measured:
     """Clipping and the optimizer's step."""
     step_other_s: float
     """What a step takes besides data, compute, exchange and update."""
+    full_step_s: float = 0.0
+    """Of one of several steps in a row, with everything in it. 0: too few were timed, or loader processes had begun
+    before them."""
+    full_times: float = 1.0
+    """How many times as long that is as its parts make it: see `planner.strategies.ddp.compared`."""
     buckets: tuple[Bucket, ...]
     parameter_bytes: int
     gradient_bytes: int

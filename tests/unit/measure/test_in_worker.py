@@ -301,6 +301,13 @@ def test_how_often_is_validated_is_said_in_steps(validate_every: str, steps: int
     assert measurer.validate_every(trainer.settings, trainer.parts, 0.5) == steps
 
 
+def test_step_of_one_worker_is_timed_when_memory_has_been_got() -> None:
+    lengths = [60.0, 40.0, 30.0, 20.0, 15.0, 14.0, 13.0, 14.0]
+    marks = [{"read": sum(lengths[:count])} for count in range(len(lengths) + 1)]
+    assert measurer.full_step(marks) == 14.0
+    assert measurer.full_step(marks[:-1]) == 0.0, "two are too few"
+
+
 def test_time_around_a_step_is_neither_compute_nor_the_first_start() -> None:
     marks = [
         {"read": 10.0, "computed": 15.0, "updated": 15.2},

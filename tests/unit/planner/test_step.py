@@ -174,6 +174,11 @@ def test_other_numbers_of_workers_and_other_networks_are_as_many_times_longer_th
         longer = step_of("ddp", DDP(), twice, workers=workers, bytes_per_second=speed)
         assert longer.seconds - 0.01 == pytest.approx(2 * (plain.seconds - 0.01))
     assert step_of("ddp", DDP(), twice, workers=1) == step_of("ddp", DDP(), workers=1), "one exchanges nothing"
+    alone = step_of("ddp", DDP(), workers=1)
+    settled = ddp.compared(replace(MEASURED, full_step_s=0.8 * alone.seconds), DDP())
+    assert step_of("ddp", DDP(), settled, workers=1).seconds == pytest.approx(0.8 * alone.seconds)
+    assert step_of("single", None, settled, workers=1).compute == pytest.approx(0.8 * alone.compute)
+    assert step_of("ddp", DDP(), settled) == step_of("ddp", DDP())
     within = group(1, 2, bytes_per_second=1000)
     model = DataParallelModel(DDP())
     assert model.step(twice, within) == model.step(MEASURED, within), "workers of one host were not tried"

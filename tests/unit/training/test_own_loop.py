@@ -213,9 +213,7 @@ def test_parameters_that_an_optimizer_is_given_later_are_refused(tmp_path: Path)
         made_optimizers.append(torch.optim.SGD(params[:1], 0.1))
         return made_optimizers[-1]
 
-    run = made(
-        models={"two": lambda: nn.Linear(3, 1)}, optimizers=optimizer, run_dir=tmp_path
-    )
+    run = made(models={"two": lambda: nn.Linear(3, 1)}, optimizers=optimizer, run_dir=tmp_path)
 
     def step(run: mh.Run) -> None:
         if run.steps_done == 1:

@@ -47,12 +47,14 @@ from manyhosts.training.telemetry.watching import Watcher
 from manyhosts.units import Duration
 
 _SHARES = {
-    "passes": 0.35, "readiness": 0.1, "update": 0.05, "loader": 0.15, "validation": 0.1, "compressions": 0.1,
+    "passes": 0.25, "readiness": 0.1, "update": 0.05, "loader": 0.15, "validation": 0.1, "compressions": 0.1,
     "parts": 0.05,
 }  # fmt: skip
 """Of the time that there is; the rest is for a few steps."""
-_STEPS_S = 0.1
+_STEPS_S = 0.2
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
+_SETTLE = 5
+"""Steps in which memory is got that passes of other sizes had given back: they do not count for what a step takes."""
 _STREAM_STEPS = 1000
 """Steps that an epoch of a stream is taken to have: it is not known before its end."""
 
@@ -128,6 +130,7 @@ class Measurer(Watcher):
         if count < _FEWEST_STEPS or (count < _MOST_STEPS and time.perf_counter() < self.until):
             return
         self.found["step_other_s"] = max(0.0, around(self.marks) - self.found["update_s"])
+        self.found["full_step_s"] = 0.0 if self.found["loader_processes"] else full_step(self.marks)
         self.found["in_parts"] = self._in_parts()
         measured = Measured(**self.found)
         lines.send("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
@@ -251,6 +254,12 @@ def around(marks: Sequence[dict[str, float]]) -> float:
     inside = [mark["updated"] - mark["computed"] for mark in known]
     between = [after["read"] - before["updated"] for before, after in pairwise(marks)]
     return sum(statistics.median_low(times) for times in (inside, between) if times)
+
+
+def full_step(marks: Sequence[dict[str, float]]) -> float:
+    """Seconds from one step to the next, as they have become; 0 where that is not to be seen yet."""
+    steps = [after["read"] - before["read"] for before, after in pairwise(marks)][_SETTLE:]
+    return statistics.median(steps) if len(steps) >= _FEWEST_STEPS else 0.0
 
 
 def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:

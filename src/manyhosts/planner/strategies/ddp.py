@@ -10,7 +10,7 @@ from dataclasses import replace
 from manyhosts.config.strategies import DDP, Single
 from manyhosts.errors import ConfigError
 from manyhosts.planner.group import Group, nearest
-from manyhosts.planner.measured import Bucket, Compression, Measured, Tried
+from manyhosts.planner.measured import Bucket, Compression, Measured, Network, Tried
 from manyhosts.planner.memory import Memory, model_bytes, uncut
 from manyhosts.planner.overlap import Transfer
 from manyhosts.planner.step import Step, Timeline, assemble, exposed_after, timeline
@@ -21,6 +21,8 @@ TALLY_BYTES = 64
 """Of the loss and what workers send each other in each step, about."""
 CHUNK_BYTES = 8 << 20
 """Of a bucket, that go through a compression at a time."""
+_NO_ONE = Network(latency_s=0.0, bytes_per_second=1.0)
+"""That one worker sends nothing through."""
 
 
 class DataParallelModel:
@@ -30,9 +32,11 @@ class DataParallelModel:
         self.config = config
 
     def step(self, measured: Measured, group: Group) -> Step:
-        """See `StrategyModel`. Where real steps of about so many workers were timed, as much longer as those were."""
+        """See `StrategyModel`. As much longer as real steps of about so many workers were, where they were timed."""
         step, tried = self.of_parts(measured, group), nearest(measured.tried, group)
-        if tried is None or group.workers == 1:
+        if group.workers == 1:
+            return Step(**{name: measured.full_times * seconds for name, seconds in step.parts().items()})
+        if tried is None:
             return step
         left_s = max(0.0, times_of(tried, measured, str(self.config.compression)) * of_passes(step) - step.update)
         compute = min(step.compute, left_s)
@@ -106,7 +110,9 @@ def compared(measured: Measured, config: DDP) -> Measured:
         times = {name: seconds / of_passes(steps[name]) for name, seconds in tried.steps.items() if name in steps}
         return replace(tried, times=times, full_times=tried.full_step_s / own.seconds)
 
-    return replace(measured, tried=tuple(map(with_times, measured.tried)))
+    alone = DataParallelModel(config).of_parts(measured, Group(between=_NO_ONE, within=_NO_ONE)).seconds
+    full_times = measured.full_step_s / alone if measured.full_step_s else 1.0
+    return replace(measured, full_times=full_times, tried=tuple(map(with_times, measured.tried)))
 
 
 def way_of(measured: Measured, compression: object) -> Compression:

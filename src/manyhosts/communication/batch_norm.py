@@ -102,9 +102,7 @@ class GlobalBatch:
         if members.size == 1:
             return None
         if self._made_for is not members.group:
-            if self._rows is not None:
-                self._rows.close()
-            self._rows = None
+            self._rows = None  # its file goes with it, and this worker's lock
             self._rows = among(members, self.length, same_host=members.is_on_one_host, timeout_s=members.timeout_s)
             self._made_for = members.group
         return self._rows

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -91,6 +92,7 @@ class CommQueue:
             return
         for link in self.links:
             queue: SimpleQueue[tuple[Job, QueuedExchange] | None] = SimpleQueue()
+            weakref.finalize(self, queue.put, None).atexit = False  # its thread ends with it
             self._queues.append(queue)
             thread = threading.Thread(
                 target=_work, args=(queue, link), name="manyhosts-communication queue", daemon=True
@@ -157,5 +159,5 @@ def _work(queue: SimpleQueue[tuple[Job, QueuedExchange] | None], link: Link) -> 
                 broken = error
             queued.seconds = time.perf_counter() - begin
             queued.bytes_sent = link.bytes_sent - sent
-        del job  # and what it holds
+        del job, order  # and what they hold
         queued.done(broken)  # after a failure nothing more is sent: the others do not know which exchange is which

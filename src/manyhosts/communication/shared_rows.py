@@ -20,6 +20,7 @@ import os
 import platform
 import secrets
 import time
+import weakref
 from typing import cast
 
 import torch
@@ -55,6 +56,8 @@ class SharedRows:
         self.members, self.rank, self.size, self.length = members, members.rank, size, length
         self.timeout_s = timeout_s
         self._file = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
+        """Lets go of the file, and so of this worker's lock, once: also where this object is gone."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(self._file, bytes_for(size, length))
         self._numbers = memoryview(memory).cast("q")
@@ -111,12 +114,6 @@ class SharedRows:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
-
-    def close(self) -> None:
-        """Let go of the file, and so of this worker's lock. Safe to call twice."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 def _gone(own: int, rank: int) -> CommunicationError:

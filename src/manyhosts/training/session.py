@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -153,7 +155,11 @@ class Session:
         self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, options.get("run_dir"))
+        if self._place.number > 1:
+            gc.collect()  # a trainer that is gone held a model, and its parts refer to each other
         self._run: Fit | None = None
+        self._at_end: weakref.finalize[..., Self] | None = None
+        """What ends the last run's records: when another one begins, or this object is gone."""
 
         def make() -> Parts:
             self._place.compare(self.world)
@@ -209,8 +215,8 @@ class Session:
         settings = self._place.with_own_copy(self.settings)
         if duration is not None and "duration" not in overrides.from_environment():
             settings = dataclasses.replace(settings, duration=duration)
-        if self._run is not None:
-            self._run.run_log.close()
+        if self._at_end is not None:
+            self._at_end()
         directory, listeners = self._place.directory(self.world), self.listeners
         validation = None if self.data.validation is None else self._evaluation("validation")
         if self.parts.watcher is not None:
@@ -226,6 +232,8 @@ class Session:
             report=self._report,
             go_on_with="" if self._is_launched else self._place.command(directory),
         )
+        self._at_end = weakref.finalize(self, self._run.run_log.end)
+        self._at_end.atexit = False  # a script that ends closes what is open by itself
         with randomness.undisturbed():
             return self._run.fit()
 

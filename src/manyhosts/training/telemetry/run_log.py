@@ -232,6 +232,12 @@ class RunLog:
         if self.samples is not None:
             self.samples.close()
 
+    def end(self) -> None:
+        """The same, and let others run in the directory."""
+        self.close()
+        if self._lock is not None:
+            self._lock.release()
+
     # What happens.
 
     def emit(self, event: Event) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -158,7 +158,7 @@ class Session:
         if self._place.number > 1:
             gc.collect()  # a trainer that is gone held a model, and its parts refer to each other
         self._run: Fit | None = None
-        self._at_end: weakref.finalize[..., Self] | None = None
+        self._at_end: weakref.finalize[..., Session] | None = None
         """What ends the last run's records: when another one begins, or this object is gone."""
 
         def make() -> Parts:

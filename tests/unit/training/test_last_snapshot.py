@@ -34,8 +34,9 @@ class Member:
 
     headless = False
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: mh.Trainer) -> None:
         self.said: list[str] = []
+        self.trainer = trainer  # its records end with it
 
     def saving(self) -> None:
         self.said.append("saving")
@@ -67,7 +68,7 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
         loop.stepper.train_step(steps)
         loop.step_reporter.read()
         training.done_actions = training.all_actions
-    member = Member()
+    member = Member(trainer)
     run.world.membership = member
     run_log.led = True
     return LastSnapshot(loop), member

@@ -13,7 +13,7 @@ from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError, DataError
-from manyhosts.snapshot.fingerprint import tensor_checksums
+from manyhosts.snapshot.fingerprint import fingerprint, tensor_checksums
 from manyhosts.training.setup.activation_checkpointing import uncalled
 from manyhosts.training.setup.build import Parts
 
@@ -110,7 +110,7 @@ class FirstSteps:
         """The gradients of a step are there.
 
         Raises:
-            ConfigError: the model has made parameters since the optimizer was made.
+            ConfigError: the model has made parameters, or buffers of its snapshots, since the optimizer was made.
         """
         if not self._before:
             self._check_late()
@@ -171,6 +171,15 @@ class FirstSteps:
                 "already: it would not be trained, and each worker has other values of it",
                 where="mh.Trainer(model=…)",
                 fix="make it in __init__, or with a lazy layer of PyTorch (nn.LazyLinear), which the trainer completes",
+            )
+        late = [name for name in fingerprint(self.parts.model) if name not in known]
+        if late:
+            # The script makes the model without it, so every snapshot would be taken for one of another model.
+            raise ConfigError(
+                f"the model has made the buffer {late[0]!r} in its forward pass, so snapshots would hold it, and a "
+                "resumed run, whose model begins without it, could not be continued from any of them",
+                where="mh.Trainer(model=…)",
+                fix="make it in __init__; or, where it can be computed again, register_buffer(…, persistent=False)",
             )
 
     def _weights(self) -> dict[str, str]:

@@ -76,6 +76,53 @@ def test_head_that_a_forward_pass_makes_is_blamed_and_not_a_gradient(tmp_path: P
         trainer(tmp_path, model=MakesHead).fit("2 steps")
 
 
+class MakesMask(nn.Module):
+    """Registers a buffer in the first forward pass."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        self.persistent = persistent
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(10), persistent=self.persistent)
+        out: Tensor = self.body(x) * self.mask
+        return out
+
+
+def test_buffer_that_a_forward_pass_makes_is_refused_before_a_snapshot_holds_it(tmp_path: Path) -> None:
+    """No run could be resumed from it: the script makes the model without the buffer."""
+    with pytest.raises(ConfigError, match=r"has made the buffer 'mask' in its forward pass"):
+        trainer(tmp_path, model=lambda: MakesMask(persistent=True)).fit("2 steps")
+    assert not list(tmp_path.glob("snapshots/step-*"))
+
+
+class Widens(nn.Module):
+    """A buffer of it has another shape after the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        self.register_buffer("mask", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mask = torch.ones(10)
+        out: Tensor = self.body(x)
+        return out
+
+
+def test_buffer_that_a_forward_pass_gives_another_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has changed the shape of the buffer 'mask' in its forward pass"):
+        trainer(tmp_path, model=Widens).fit("2 steps")
+
+
+def test_buffer_that_no_snapshot_holds_may_be_made_in_a_forward_pass(tmp_path: Path) -> None:
+    for steps in (2, 4):
+        assert trainer(tmp_path, model=lambda: MakesMask(persistent=False)).fit(f"{steps} steps").steps == steps
+
+
 class Asks(nn.Module):
     """Draws by NumPy in training, where `forward` does not show it."""
 

@@ -13,7 +13,7 @@ from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError, DataError
-from manyhosts.snapshot.fingerprint import tensor_checksums
+from manyhosts.snapshot.fingerprint import fingerprint, tensor_checksums
 from manyhosts.training.setup.activation_checkpointing import uncalled
 from manyhosts.training.setup.build import Parts
 
@@ -110,7 +110,7 @@ class FirstSteps:
         """The gradients of a step are there.
 
         Raises:
-            ConfigError: the model has made parameters since the optimizer was made.
+            ConfigError: the model has made parameters since the optimizer was made, or buffers that no resumed run has.
         """
         if not self._before:
             self._check_late()
@@ -171,6 +171,19 @@ class FirstSteps:
                 "already: it would not be trained, and each worker has other values of it",
                 where="mh.Trainer(model=…)",
                 fix="make it in __init__, or with a lazy layer of PyTorch (nn.LazyLinear), which the trainer completes",
+            )
+        buffers = dict(self.parts.model.named_buffers())
+        now = {name: shape for name, (_, shape) in fingerprint(self.parts.model).items() if name in buffers}
+        late = [name for name, shape in now.items() if name not in known or known[name][1] != shape]
+        if late:
+            # The script makes the model without it, so every snapshot would be taken for one of another model.
+            made = "made" if late[0] not in known else "changed the shape of"
+            raise ConfigError(
+                f"the model has {made} the buffer {late[0]!r} in its forward pass: snapshots would hold it so, and a "
+                "resumed run, whose model begins as the script makes it, could not be continued from any of them",
+                where="mh.Trainer(model=…)",
+                fix="make it in __init__, as large as it will be; or, where it can be computed again, "
+                "register_buffer(…, persistent=False)",
             )
 
     def _weights(self) -> dict[str, str]:

@@ -84,7 +84,7 @@ def of_file(path: Path) -> dict[str, str]:
         inside = value.items() if isinstance(value, dict) and key in _SECTIONS else [(None, value)]
         for field, each in inside:
             if not key or isinstance(each, list | dict):
-                kind = {list: "a list", dict: "a section"}.get(type(each), "a word")
+                kind = "a list" if isinstance(each, list) else "a section" if isinstance(each, dict) else "a word"
                 raise ConfigError(
                     f"{key or 'the file'} is {kind}, and a setting is one value",
                     where=f"--set {path}",

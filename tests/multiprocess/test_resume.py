@@ -58,8 +58,10 @@ def test_killed_run_ends_with_the_bits_of_an_undisturbed_one(
 def test_finished_run_says_so_and_exits_well(tmp_path: Path) -> None:
     first = start(1, tmp_path, Recipe(duration="3 steps"))
     finish(first)
+    seconds = summary(tmp_path)["seconds"]
     again = start(1, tmp_path, Recipe(duration="3 steps"))
     output = finish(again)
+    assert summary(tmp_path)["seconds"] == seconds, "no time of training is added where nothing was trained"
     assert (first.returncode, again.returncode) == (0, 0)
     assert "this run is finished" in output
     assert [line["step"] for line in step_lines(tmp_path)] == [1, 2, 3]

@@ -164,6 +164,33 @@ def test_nothing_to_override_sets_no_variable(monkeypatch: pytest.MonkeyPatch) -
     assert overrides.from_environment() == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "the file has no settings"),
+        ("- lr\n", "the file is a list"),
+        ("lr: [1]\n", "lr is a list"),
+        ("lr: {a: 1}\n", "lr is a section"),
+        ("lr: 1\nbatch_size: [40\n", "line 3: expected ',' or ']'"),
+    ],
+)
+def test_file_that_is_not_settings_is_rejected_in_words(text: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as found:
+        overrides.parse([str(path)])
+    assert what in found.value.what
+    assert found.value.where == f"--set {path}"
+
+
+def test_wrong_value_of_a_file_is_told_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("batch_size: forty\n")
+    with pytest.raises(ConfigError, match="'forty', which is not an integer") as found:
+        overrides.parse([str(path)])
+    assert found.value.where == f"--set {path} batch_size=forty"
+
+
 def test_wrong_key_of_a_file_is_told_with_its_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("batch_size: 32\nlearning_rate: 0.1\n")

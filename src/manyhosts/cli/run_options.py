@@ -142,6 +142,7 @@ _OURS = {
     **dict.fromkeys(("--host", "--host-list", "-H"), "--hosts"),
     **dict.fromkeys(("--output", "--output-dir", "--out", "--dir", "--save-dir", "-d"), "--run-dir"),
 }
+_SETTINGS_FILE = ("--config", "--config-file", "--config-name", "-c")
 _SETTINGS = {
     **dict.fromkeys(("--epochs", "--epoch", "--max-epochs", "--num-epochs", "-e"), ("duration", "{} epochs")),
     **dict.fromkeys(("--steps", "--max-steps", "--iterations"), ("duration", "{} steps")),
@@ -165,6 +166,13 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
         )
     for place, word in enumerate(ours):
         name, sign, value = word.partition("=")
+        if name == "--resume" and (named := value or "".join(ours[place + 1 : place + 2])) not in ("", "last"):
+            others = [*ours[:place], "--run-dir", named, *ours[place + (1 if sign else 2) :], *rest]
+            raise ConfigError(
+                f"--resume takes `last` alone, and {named!r} is named",
+                where=f"--resume {named}",
+                fix=f"type: {shlex.join(['manyhosts', 'run', *others])}",
+            )
         name = name.replace("_", "-") if name.startswith("--") else name
         if not word.startswith("-") or name in known:
             continue
@@ -194,6 +202,8 @@ def _meant(name: str, value: str) -> list[str] | None:
     """Our words for option `name`; None where it is not known what was meant."""
     if name in _OURS:
         return [_OURS[name], value or "N"]
+    if name in _SETTINGS_FILE and value.endswith((".yaml", ".yml")):
+        return ["--set", value]
     key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
     if not name.startswith("-") or key not in overrides.known_keys():
         return None

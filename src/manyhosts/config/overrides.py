@@ -74,22 +74,34 @@ def of_file(path: Path) -> dict[str, str]:
         fix = "name a .yaml file of settings, as seen from this folder"
         raise ConfigError(f"there is no file {str(path)!r}", where=f"--set, in {Path.cwd()}", fix=fix) from cause
     except (OSError, ValueError, yaml.YAMLError) as cause:
-        reason = " ".join(str(cause).split())
-        raise ConfigError(f"cannot read the settings: {reason}", where=f"--set {path}", fix="see the line") from cause
+        what = f"cannot read the settings: {_reason(cause)}"
+        raise ConfigError(what, where=f"--set {path}", fix="write a line key: value for each, as in lr: 0.1") from cause
+    if not found:
+        fix = "write a line key: value for each, as in lr: 0.1"
+        raise ConfigError("the file has no settings", where=f"--set {path}", fix=fix)
     overrides: dict[str, str] = {}
     for key, value in (found if isinstance(found, dict) else {"": found}).items():
         inside = value.items() if isinstance(value, dict) and key in _SECTIONS else [(None, value)]
         for field, each in inside:
             if not key or isinstance(each, list | dict):
+                kind = "a list" if isinstance(each, list) else "a section" if isinstance(each, dict) else "a word"
                 raise ConfigError(
-                    f"{key or 'the file'} holds {type(each).__name__}, and a setting is one value",
+                    f"{key or 'the file'} is {kind}, and a setting is one value",
                     where=f"--set {path}",
                     fix="write a line key: value for each; snapshots, early_stopping, best and mesh have indented ones",
                 )
             text = "none" if each is None else str(each).lower() if isinstance(each, bool) else str(each)
             overrides[key if field is None else f"{key}.{field}"] = text
     check_keys(overrides, overrides, where=f"--set {path}")
+    for key, text in overrides.items():
+        check_value(key, text, where=f"--set {path}")
     return overrides
+
+
+def _reason(cause: Exception) -> str:
+    """What is wrong with a file, with the line; PyYAML would call it "<unicode string>"."""
+    place, problem = getattr(cause, "problem_mark", None), getattr(cause, "problem", None)
+    return f"line {place.line + 1}: {problem}" if place is not None else " ".join(str(cause).split())
 
 
 def known_keys() -> list[str]:

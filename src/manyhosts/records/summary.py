@@ -137,6 +137,8 @@ class Story:
         self.loss_sum, self.loss_weight = 0.0, 0.0
         self.seconds = 0.0
         self._running_since: float | None = None
+        self._before: tuple[int, float] = (-1, 0.0)
+        """Steps and seconds when the run was last started after an orderly end."""
 
     def hear(self, line: Line) -> None:
         """Take the next line."""
@@ -223,6 +225,10 @@ class Story:
             self.seconds += time - self._running_since
         elif kind != "start":
             return
+        else:
+            self._before = (len(self.totals), self.seconds)
+        if kind == "end" and self._before[0] == len(self.totals) > 0:
+            self.seconds = self._before[1]  # asked for again when it was over: it has only said so
         self._running_since = None if kind == "end" else time
 
     def step_seconds(self) -> dict[str, float]:

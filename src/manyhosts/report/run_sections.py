@@ -30,6 +30,8 @@ RED = "#b3273a"
 _MOST_TOLD = 200
 _AT_ONCE = 30
 """Rows of what happened that are seen without a click: a page of 200 would be longer than anybody scrolls."""
+_LEAST_SEEN = 1e-4
+"""Of the longest step: a part below that is no pixel wide, and may be what rounding leaves of no time at all."""
 _LEAST_SLOW = 1.0
 ONLY_RANK_0 = (
     "This record holds the times of rank 0 alone. Where several workers train for some seconds, it has those of all."
@@ -170,7 +172,7 @@ def _bar(spent: Spent, longest: float) -> list[Piece]:
     pieces, at = [], 0.0
     for part in PARTS:
         share = spent.seconds.get(part, 0.0) / spent.steps / longest if longest else 0.0
-        if share > 0:
+        if share > _LEAST_SEEN:
             words = f"{PART_NAMES[part]}: {_milliseconds(share * longest)}"
             pieces.append(Piece(at, at + share, PART_COLOURS[part], words))
         at += share

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.chosen_run import no_run
 from manyhosts.records.manifest import Files, Found, InFolder, found_in
 from manyhosts.snapshot.commit import discard
 from manyhosts.snapshot.disk import Disk
@@ -63,11 +64,8 @@ class Folder:
         """
         path = self._path
         if not path.is_dir():
-            raise SnapshotError(
-                "there is no such folder",
-                where=self.where,
-                fix="name a run directory, such as runs/train-20260101-120000",
-            )
+            missing = no_run(path.absolute(), "")
+            raise SnapshotError(missing.what, where=self.where, fix=missing.fix)
         inside = [*found_in(path / "snapshots"), *found_in(path)]
         return inside or [each for each in found_in(path.absolute().parent) if each.path.name == path.absolute().name]
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from manyhosts.study.fits import Fit
 from manyhosts.study.rows import Row, Size, loss_that_all_reached, samples_per_second
 from manyhosts.study.study import Study
 from manyhosts.study.times import CAUSES
@@ -112,8 +113,13 @@ def laws(study: Study) -> Table:
             for name, value in fit.coefficients.items():
                 ends = None if fit.intervals is None else fit.intervals[name]
                 between = "too few sizes" if ends is None else f"{ends[0]:.4f} … {ends[1]:.4f}"
-                table.append([*own, name, f"{value:.4f}", between, f"{100 * fit.error:.1f} %"])
+                table.append([*own, name, f"{value:.4f}", between, error_of(fit)])
     return table
+
+
+def error_of(fit: Fit) -> str:
+    """How far the law is from what was measured: nothing where it goes through every point, whatever they are."""
+    return "too few sizes" if fit.intervals is None else f"{100 * fit.error:.1f} %"
 
 
 def failures(study: Study) -> list[tuple[str, str]]:

@@ -17,6 +17,10 @@ class Server:
     def __init__(self, *, ready: bool) -> None:
         self.ready = ready
         self.asked: list[str] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def ask(self, do: str, **_: Any) -> None:
         self.asked.append(do)
@@ -42,3 +46,6 @@ def test_workers_that_were_not_started_end_at_once(ready: bool, tmp_path: Path) 
     workers.ask_to_stop(0, signal.SIGTERM, signal.SIGINT)
     assert worker.ended == (None if ready else (0, signal.SIGTERM))
     assert server.asked == (["signal"] if ready else [])
+    # Else it forks them when it has loaded, and they train while the run ends around them
+    assert server.closed == (not ready)
+    assert workers._fork_server is (server if ready else None)

@@ -116,6 +116,12 @@ def test_time_between_an_orderly_end_and_going_on_is_not_counted() -> None:
     assert (summary.status, summary.restarts) == ("completed", 0)
 
 
+def test_run_that_is_asked_for_again_when_it_is_over_has_trained_no_longer() -> None:
+    once = [started(), stepped(1), ended(1)]
+    again = [started(1, time=BEGIN + 1000), ended(1, time=BEGIN + 1007)]
+    assert summary_of(*once, *again, *again).seconds == summary_of(*once).seconds
+
+
 def test_what_was_written_beside_the_loop_and_told_late_turns_no_clock_back() -> None:
     late = snapshot_saved(1, time=BEGIN + 1)
     summary = summary_of(started(), stepped(1), stepped(5), late, ended(5, time=BEGIN + 6))

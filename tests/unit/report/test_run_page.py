@@ -22,9 +22,11 @@ from manyhosts.records.line_file import Line
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import summarise
+from manyhosts.report import run_sections
 from manyhosts.report.run import read_run
 from manyhosts.report.run_list import listed
 from manyhosts.report.run_page import run_page
+from manyhosts.report.windows import Spent
 
 
 def written(*words: str | Path) -> Page:
@@ -220,3 +222,8 @@ def test_page_of_many_validations_folds_all_but_the_newest(tmp_path: Path) -> No
     assert seen.count("<tr>") == 31
     assert folded.startswith("12")
     assert "earlier ones" in folded
+
+
+def test_part_that_rounding_left_of_no_time_is_not_drawn() -> None:
+    spent = Spent(1, {"compute": 0.01, "other": 8.67e-19})
+    assert [piece.words for piece in run_sections._bar(spent, 0.01)] == ["computing: 10 ms"]

@@ -107,6 +107,16 @@ def test_folder_that_is_not_there_is_a_wrong_request(tmp_path: Path, capsys: pyt
     assert "there is no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["ls", "verify"])
+def test_run_that_is_near_a_mistyped_name_is_named(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "run.json").write_text("{}")
+    assert main(["snapshots", verb, str(tmp_path / "firts")]) == 2
+    assert f"did you mean {tmp_path / 'first'}?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["best", "20", "step-00000020"])
 def test_show_prints_what_the_manifest_says(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshots", "show", str(run), name]) == 0

@@ -11,13 +11,22 @@ import pytest
 from studies import Costs, make_study
 
 from manyhosts.config.strategies import named
-from manyhosts.study import columns
+from manyhosts.study import columns, fits
 from manyhosts.study.points import Asked, Point
 from manyhosts.study.rows import Size
 from manyhosts.study.study import known
 from manyhosts.study.verdict import Verdict, to_gain, verdict_on
 
 SCRIPT = __file__  # any file that is there
+
+
+def test_law_with_as_many_sizes_as_coefficients_has_no_error_to_show() -> None:
+    found = fits.fit("amdahl", [1, 2], [1.0, 0.3])
+    assert found is not None
+    assert columns.error_of(found) == "too few sizes"
+    spread = fits.fit("amdahl", [1, 2, 4], [1.0, 1.8, 3.0])
+    assert spread is not None
+    assert columns.error_of(spread).endswith(" %")
 
 
 def asked(**more: object) -> Asked:

@@ -260,7 +260,10 @@ class LocalWorkers:
         with contextlib.suppress(OSError):  # then the workers say which signal they were sent
             reports.leave_cause(self._reports.address, cause)
         if self._fork_server is not None and not self._fork_server.ready:
-            # It loads what they need, which takes long on a busy machine, and has started none of them.
+            # It loads what they need, which takes long on a busy machine. It would start them when it has, to train for
+            # the moment that the run takes to end.
+            self._fork_server.close()
+            self._fork_server = None
             for worker in self._watched.values():
                 if worker.worker_id.generation == generation:
                     worker.end(0, number)

@@ -52,7 +52,7 @@ def test_strong_and_weak_scaling_the_cost_of_the_job_and_its_interval(
     words = proposal.paragraph(study, "100 epochs")
     assert "1, 2 and 4 workers in 18 runs" in words
     assert "90 % interval" in words
-    assert "Extrapolated by" in words
+    assert "By extrapolation (universal scalability law)" in words
 
 
 @pytest.mark.parametrize(("workers", "said"), [((1, 2), "takes 3 sizes"), ((1, 2, 4), "no law of scaling")])

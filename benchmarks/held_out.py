@@ -200,7 +200,7 @@ def predicted(plan: Line, link: str, workers: int) -> list[Prediction]:
 def compared(lines: Sequence[Line], plans: Mapping[Any, Line]) -> list[Compared]:
     """What was measured, each beside what is predicted; what a plan had no time for is left out, and counted."""
     found = []
-    for line in lines:
+    for line in pooled(lines):
         each = predicted(plans[line["kind"], line["link"]], line["link"], line["workers"])
         found += [Compared(line, one) for one in each if one.compression == line["compression"]]
     return found
@@ -266,7 +266,6 @@ def past(all_of_them: Sequence[Compared]) -> dict[str, Any]:
 def written() -> str:
     """The page of what is recorded."""
     recorded, plans, trained = read(RECORD, lambda line: (line["kind"], line["link"]))
-    trained = pooled(trained)
     known = compared(trained, plans)
     said, held = past(known), inside(known)
     advice = cases(known)
@@ -285,7 +284,7 @@ def written() -> str:
         f"taught. What is advised is the fastest measured, or within 5 % of it, in {right} of {len(advice)} cases"
         f"{equal}.** "
         f"A plan took {statistics.median(took):.0f} s ({min(took):.0f} to {max(took):.0f}); in "
-        f"{len(trained) - len(known)} trainings its time was over before their way had been measured."
+        f"{len(pooled(trained)) - len(known)} trainings its time was over before their way had been measured."
     )
     head = ("model", "link", "workers", "compression")
     text = page_of(

@@ -275,7 +275,7 @@ def test_a_record_that_was_cut_is_resumed_with_what_is_left(monkeypatch: pytest.
         monkeypatch.setattr(made.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
         asked = {"seconds": 1.0, "steps": 2}
         starts = list(made.measure(MadePlace(), ["cnn", "gpt"], [], **asked))
-        assert [len(lines) for lines in starts] == [1, 1, 2, 4], "a plan of each, one worker, two in two ways"
+        assert [len(lines) for lines in starts] == [2, 4, 1, 1, 2, 4], "one worker, two in two ways; a plan of each"
         for cut in range(len(starts) + 1):
             known = [line for lines in starts[:cut] for line in lines]
             rest = [line for lines in made.measure(MadePlace(), ["cnn", "gpt"], known, **asked) for line in lines]

@@ -257,6 +257,26 @@ def test_average_is_evaluated_kept_as_best_saved_and_taken_up_by_a_resume(
         assert other["now"] == found["now"]
 
 
+def frozen_later(rank: int, folder: Path, *durations: str) -> str:
+    for duration in durations:
+        result = mh.Trainer(
+            model=network,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=mh.Data(train=TensorDataset(*images_and_labels(SAMPLES)), batch_size=BATCH),
+            callbacks=[mh.Freeze("4", start="3 steps")],
+            strategy=mh.DDP(compression="int8", compress_above=1),
+            run_dir=folder,
+        ).fit(duration)
+    return result.weights_sha256
+
+
+def test_what_is_compressed_together_stays_so_after_a_part_is_frozen_and_the_run_resumed(tmp_path: Path) -> None:
+    """The order in which gradients come is found in the first backward pass, in which all were trained."""
+    undisturbed = run_ranks(2, frozen_later, tmp_path / "one", "9 steps")
+    assert run_ranks(2, frozen_later, tmp_path / "two", "5 steps", "9 steps") == undisturbed
+
+
 def test_ema_and_swa_are_those_of_their_formulas(tmp_path: Path) -> None:
     rows: list[dict[str, Tensor]] = []
 

@@ -159,6 +159,14 @@ class GradientBuckets(Buckets):
             self.world = self.order.world = world
         self._pack(self.order.resync(source))
 
+    def pack_as(self, present: Sequence[int], in_parts: Sequence[int]) -> None:
+        """Pack in an order that was found before, in a pass in which other parameters may have been trained.
+
+        What is compressed together decides how it is rounded.
+        """
+        self.order.seen, self.order.present, self.order.in_parts = None, list(present), set(in_parts)
+        self._pack(self.order.present)
+
     def rest(self) -> None:
         """See `Buckets`."""
         self.armed = self.filling = False

@@ -73,5 +73,4 @@ def _track(layer: _BatchNorm, count: Tensor, sums: Tensor, squares: Tensor) -> N
     variance = (squares - sums * mean).clamp(min=0) / (count - 1).clamp(min=1)
     momentum = layer.momentum if layer.momentum is not None else 1.0 / steps.clamp(min=1).double()
     for running, value in ((running_mean, mean), (running_var, variance)):
-        moved = torch.lerp(running.double(), value, momentum)
-        running.copy_(torch.where(seen, moved, running.double()))
+        running.copy_(torch.where(seen, torch.lerp(running.double(), value, momentum), running.double()))

@@ -289,8 +289,9 @@ class DataParallel(UncutModel):
         if self.buckets.compressor is None:
             chosen = {"chosen": self.config.compression} if self.config.compression != self.asked else {}
             return {**unfrozen, **chosen}
-        kept = self.buckets.compressor.state_dict()
-        return {"steps": self.steps, "chosen": self._chosen(), **unfrozen, **kept}
+        order, kept = self.buckets.order, self.buckets.compressor.state_dict()
+        known = [order.present, [*order.in_parts]] if order.seen is None else []
+        return {"steps": self.steps, "chosen": self._chosen(), "order": known, **unfrozen, **kept}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what every former worker kept back, shared out over those of now."""
@@ -301,4 +302,6 @@ class DataParallel(UncutModel):
         if self.buckets is None or self.buckets.compressor is None:
             return
         self.steps = max((state.get("steps", 0) for state in states), default=0)
+        if known := states[0].get("order") if states else None:
+            self.buckets.pack_as(*known)
         self.buckets.compressor.load_state_dict(states)

@@ -177,8 +177,8 @@ class LocalStepping(UncutModel):
         weight = 1 / self.world.size if self.counts_alike else self.alone.weight
         weighted_mean(local_tensors(model, self.holding, cut=False), weight, self.world)
         if cut := local_tensors(model, self.holding, cut=True):
-            of_part = weight * (self.world.size // self.copies.size)  # as many hold another part of this copy
-            weighted_mean(cut, of_part, self.world, self.copies)
+            # As many hold another part of this copy.
+            weighted_mean(cut, weight * (self.world.size // self.copies.size), self.world, self.copies)
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[bool]:
@@ -352,8 +352,7 @@ def steps_at(config: LocalSGD | DiLoCo, rate: float, highest: float) -> int:
     most = config.sync_every * 16 if config.sync_at_most is None else config.sync_at_most
     if config.sync_rule == "fixed" or rate >= highest:
         return config.sync_every
-    wanted = config.sync_every * (highest / rate) ** 2 if rate > 0 else most
-    return int(min(wanted, most))
+    return int(min(config.sync_every * (highest / rate) ** 2 if rate > 0 else most, most))
 
 
 class LocalSteps(LocalStepping):

@@ -136,8 +136,8 @@ class VirtualWorkers(UncutModel):
         gradients.begin(assignment)
         if late is not None:
             late.begin(assignment)
-        reported = [0.0] * 3 if model_watch.may_differ else []  # that many numbers: see `_close`
-        self.news.begin(assignment, [*control_flags, *reported])
+        # As many numbers as in `_close`.
+        self.news.begin(assignment, [*control_flags, *([0.0] * 3 if model_watch.may_differ else ())])
         for part in own:
             last = part == own[-1]
             self._watch(None if self.auditor is None else self.auditor.digests.get(part))

@@ -188,8 +188,7 @@ class TensorParallel(ComputedTogether):
             parameter.grad = None
         tally = StepMetrics(control_flags, self.agreed, self.world)
         for piece in pieces:
-            values = compute(model, piece)
-            scale(self.counted(tally, values, piece)).backward()
+            scale(self.counted(tally, compute(model, piece), piece)).backward()
         self.sum_copies()
         self.world.wait(tally.start_sum())
         return tally.outcome()

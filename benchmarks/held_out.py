@@ -94,7 +94,8 @@ class Place:
         where = ["--hosts", ",".join(self.hosts.names[:workers])] if self.hosts else ["--workers", str(workers)]
         asked = WAYS if workers > 1 else WAYS[:1]
         words = ["run", *where, "--env", f"STEPS={steps}", "--env", f"SETTLE={SETTLE}", "--no-prefix"]
-        words += ["--run-dir", f"{self.folder}/run-{time.time_ns()}", SCRIPTS[0], ",".join(kinds), ",".join(asked)]
+        # What is in `runs` is not brought to the hosts of the next start, as what else is in the folder.
+        words += ["--run-dir", f"{self.folder}/runs/{time.time_ns()}", SCRIPTS[0], ",".join(kinds), ",".join(asked)]
         found = reported(self._run(words))
         if len(found) != len(kinds) * len(asked):
             raise SystemExit(f"{len(found)} trainings on {workers} workers, and {len(kinds) * len(asked)} were asked")

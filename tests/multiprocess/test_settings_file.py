@@ -68,12 +68,12 @@ def test_file_of_settings_counts_as_words_do_and_later_words_count_more(workers:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("- lr", "the file holds list"),
-        ("lr: [1, 2]", "lr holds list"),
-        ("lr: {a: 1}", "lr holds dict"),
+        ("- lr", "the file is a list"),
+        ("lr: [1, 2]", "lr is a list"),
+        ("lr: {a: 1}", "lr is a section"),
         ("learning_rate: 1", "no setting named 'learning_rate'"),
         ("lr: 'a", "cannot read the settings"),
-        ("", "the file holds NoneType"),
+        ("", "the file has no settings"),
     ],
 )
 def test_file_that_holds_something_else_is_refused(text: str, words: str, tmp_path: Path) -> None:

@@ -21,6 +21,16 @@ pytestmark = pytest.mark.multiprocess
 INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 
 
+def made(folder: Path, **more: Any) -> mh.Run:
+    return mh.Run(
+        models=lambda: nn.Linear(3, 1),
+        optimizers=lambda params: torch.optim.SGD(params, 0.1),
+        data=mh.Data(train=TensorDataset(INPUTS), batch_size=4),
+        run_dir=folder,
+        **more,
+    )
+
+
 def with_own_state(rank: int, folder: Path, kind: str) -> str:
     write = Disk.write_file
 
@@ -29,14 +39,7 @@ def with_own_state(rank: int, folder: Path, kind: str) -> str:
         write(disk, path, chunks)
 
     Disk.write_file = slowly  # type: ignore[method-assign]
-    run = mh.Run(
-        models=lambda: nn.Linear(3, 1),
-        optimizers=lambda params: torch.optim.SGD(params, 0.1),
-        data=mh.Data(train=TensorDataset(INPUTS), batch_size=4),
-        virtual_workers=2,
-        run_dir=folder,
-        snapshots=mh.Snapshots(every="2 steps"),
-    )
+    run = made(folder, virtual_workers=2, snapshots=mh.Snapshots(every="2 steps"))
     changed: dict[str, Any] = {
         "number": 3 + rank,
         "nested": {"deep": [1, {"queue": torch.full((2,), float(rank))}]},
@@ -80,12 +83,7 @@ def test_state_that_differs_between_workers_is_named_at_the_next_snapshot(
 
 
 def logging(rank: int, folder: Path, kind: str) -> str:
-    run = mh.Run(
-        models=lambda: nn.Linear(3, 1),
-        optimizers=lambda params: torch.optim.SGD(params, 0.1),
-        data=mh.Data(train=TensorDataset(INPUTS), batch_size=4),
-        run_dir=folder,
-    )
+    run = made(folder)
 
     def step(run: mh.Run) -> None:
         run.backward(lambda batch: run.models["model"](batch[0]).square().mean())

@@ -183,17 +183,16 @@ def test_file_that_is_not_settings_is_rejected_in_words(text: str, what: str, tm
     assert found.value.where == f"--set {path}"
 
 
-def test_wrong_value_of_a_file_is_told_with_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "what", "where"),
+    [
+        ("batch_size: forty\n", "'forty', which is not an integer", " batch_size=forty"),
+        ("batch_size: 32\nlearning_rate: 0.1\n", "no setting named 'learning_rate'", ""),
+    ],
+)
+def test_wrong_value_or_key_of_a_file_is_told_with_its_file(text: str, what: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("batch_size: forty\n")
-    with pytest.raises(ConfigError, match="'forty', which is not an integer") as found:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=what) as found:
         overrides.parse([str(path)])
-    assert found.value.where == f"--set {path} batch_size=forty"
-
-
-def test_wrong_key_of_a_file_is_told_with_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("batch_size: 32\nlearning_rate: 0.1\n")
-    with pytest.raises(ConfigError, match="no setting named 'learning_rate'") as found:
-        overrides.parse([str(path)])
-    assert found.value.where == f"--set {path}"
+    assert found.value.where == f"--set {path}{where}"

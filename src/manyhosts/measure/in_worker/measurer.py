@@ -53,8 +53,6 @@ _SHARES = {
 """Of the time that there is; the rest is for a few steps."""
 _STEPS_S = 0.2
 _FEWEST_STEPS, _MOST_STEPS = 3, 30
-_SETTLE = 5
-"""Steps in which memory is got that passes of other sizes had given back: they do not count for what a step takes."""
 _STREAM_STEPS = 1000
 """Steps that an epoch of a stream is taken to have: it is not known before its end."""
 
@@ -258,7 +256,7 @@ def around(marks: Sequence[dict[str, float]]) -> float:
 
 def full_step(marks: Sequence[dict[str, float]]) -> float:
     """Seconds from one step to the next, as they have become; 0 where that is not to be seen yet."""
-    steps = [after["read"] - before["read"] for before, after in pairwise(marks)][_SETTLE:]
+    steps = [after["read"] - before["read"] for before, after in pairwise(marks)][several_workers.SETTLE :]
     return statistics.median(steps) if len(steps) >= _FEWEST_STEPS else 0.0
 
 

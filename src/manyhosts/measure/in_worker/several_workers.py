@@ -28,9 +28,11 @@ from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
 _FEWEST = 3
-_SETTLE, _MOST, _FULL_S = 5, 25, 2.5
-"""Steps of the loop that do not count, for loaders begin with nothing and the loop looks at its first steps; then the
-most that do, and the seconds that they may take."""
+SETTLE = 5
+"""Steps of the loop that do not count: loaders begin with nothing, the loop looks at its first steps, and memory is got
+that passes of other sizes had given back."""
+_MOST, _FULL_S = 25, 2.5
+"""The most steps that do count, and the seconds that they may take."""
 _SHARE, _PROBE_S = 0.15, 0.15
 """Shares of the time, for passes and for the network; real steps have what is left."""
 _LINGER_S = 0.3
@@ -91,13 +93,13 @@ class FullSteps:
     def __init__(self, world: World) -> None:
         self.world = world
         self.ends: list[float] = []
-        self.count = _SETTLE + 1
+        self.count = SETTLE + 1
         """After which it is known how many there is time for."""
 
     def are_over(self) -> bool:
         """Note that a step has ended. Whether it was the last one; all workers are told the same."""
         self.ends.append(time.perf_counter())
-        if len(self.ends) == self.count == _SETTLE + 1:
+        if len(self.ends) == self.count == SETTLE + 1:
             usual = self.world.agree((self.ends[-1] - self.ends[1]) / (len(self.ends) - 2))
             self.count += max(_FEWEST, min(_MOST, math.floor(_FULL_S / max(usual, 1e-6))))
         return len(self.ends) >= self.count
@@ -105,7 +107,7 @@ class FullSteps:
     @property
     def seconds(self) -> float:
         """Of one of them: the mean, for some wait for a batch, and the next ones find several."""
-        settled = self.ends[_SETTLE:]
+        settled = self.ends[SETTLE:]
         return (settled[-1] - settled[0]) / (len(settled) - 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,13 +28,17 @@ _TRAINING = ("manyhosts.training.trainer", "manyhosts.data.data", INSIDE, "manyh
 """Loaded once for all that is started."""
 SETTINGS = {"duration": "1000000000 steps", "snapshots.every": "1000000000 steps", "snapshots.to": "none"}
 """However short the training is, there are steps enough to time; and nothing is kept of them."""
-_ALONE, _TOGETHER = 0.6, 0.45
-"""Shares of the time: for one worker, and for each number of them at once."""
+_ALONE, _TOGETHER, _ALL_TOGETHER = 0.42, 0.53, 0.85
+"""Shares of the time: for one worker, for each number of them at once, and for all of these numbers. Real steps of
+several workers are what is known least of, and need the most of it."""
 _WARM_S, _LAST_S = 30.0, 0.1
 """How long torch stays loaded on the hosts of a start for the next one, and after the last one."""
 _FEWEST_ABLE, _FOR_A_CORE = 4, 2
 _MOST_TOGETHER = 3
 """Numbers of workers that are tried at once."""
+_STARTS = 2
+"""Of the same workers on this machine: which core has which thread is another thing in each start, and makes the steps
+of some compressions a third longer or shorter until its end. A start on hosts takes too long to be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,9 +142,11 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     alone = start(Request(workers=asked.workers, seconds=_ALONE * asked.seconds, patience_s=asked.patience_s), 1, 1)
     reported = alone.of("measured", asked.script)
     measured = Measured.from_json(reported["measured"])
+    sizes = [(1, count) for count in _tried(asked, measured, reported["devices"])]
+    sizes += [(nodes, 1) for nodes in _tried_hosts(asked)] if between else []
     together = Request(
         workers=asked.workers,
-        seconds=_TOGETHER * asked.seconds,
+        seconds=min(_TOGETHER, _ALL_TOGETHER / max(1, len(sizes))) * asked.seconds,
         patience_s=asked.patience_s,
         together=True,
         uncut=reported["strategy"]["name"] in CUTS,  # its passes exchange, and its hosts must share a disk
@@ -148,10 +155,10 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
     spreads = [0.0]
     of_hosts: dict[int, float] = {}
     tried: list[Tried] = []
-    sizes = [(1, count) for count in _tried(asked, measured, reported["devices"])]
-    sizes += [(nodes, 1) for nodes in _tried_hosts(asked)] if between else []
     for nodes, each in sizes:
-        said = start(together, nodes, each).of("together", asked.script)
+        starts = 1 if between else _STARTS
+        once = replace(together, seconds=together.seconds / starts)
+        said = _middle([start(once, nodes, each).of("together", asked.script) for _ in range(starts)])
         sharing = 1 if nodes == 1 else int(said["of_one_machine"])
         # What the workers of a machine share is what all of them send at once.
         network = _network(said, senders=each)
@@ -179,6 +186,19 @@ def collect(asked: Asked, start: Starts, *, between: bool = False) -> Found:
         between=next((each.network for each in reversed(tried) if each.nodes > 1), None),
         hosts_per_machine=max((each.hosts_per_machine for each in tried), default=1),
     )
+
+
+def _middle(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What equal starts have measured, in the mean; of the real steps those that each of them had time for."""
+    steps = {
+        name: statistics.mean(each["steps"][name] for each in starts)
+        for name in starts[0]["steps"] if all(name in each["steps"] for each in starts)
+    }  # fmt: skip
+    means = {
+        name: statistics.mean(each[name] for each in starts)
+        for name, value in starts[0].items() if isinstance(value, float)
+    }  # fmt: skip
+    return {**starts[0], **means, "steps": steps}
 
 
 def _slower(said: Mapping[str, Any], measured: Measured, *, at_once: int) -> float:

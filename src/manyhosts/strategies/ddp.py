@@ -51,6 +51,8 @@ class DataParallel(UncutModel):
         """Of those that were unfrozen since the buckets were made."""
         self.groups: list[GradientBuckets] = []
         """Those of each optimizer, where a step has several passes: `buckets` are one of them then, or none."""
+        self.revocable = world.membership is not None
+        """Whether a step can be taken back, as the others do when one of them is lost."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to rank 0's."""
@@ -152,7 +154,7 @@ class DataParallel(UncutModel):
             feedback=self.config.error_feedback,
             parameters=parameters,
         )
-        compressor.revocable = self.world.membership is not None
+        compressor.revocable = self.revocable
         return compressor
 
     def forward_backward(
@@ -169,11 +171,10 @@ class DataParallel(UncutModel):
             watch.backward()
         # The tally travels with the gradients; but where a compression keeps something it is the word that all have
         # every sum: the worker that gets it knows that no other has to do the step again with what it keeps changed.
-        last_word = buckets.compressing and self.world.membership is not None
-        rides = self.world.size > 1 and not last_word
+        last_word = buckets.compressing and self.revocable
         reported = self.model_watch.numbers() if self.world.size > 1 else []
         tally.control_flags = [*control_flags, *reported]
-        buckets.arm(tally.packed(self.world.device) if rides else None)
+        buckets.arm(None if last_word or self.world.size == 1 else tally.packed(self.world.device))
         if last is not None:
             buckets.backward(last)
         if watch is not None:

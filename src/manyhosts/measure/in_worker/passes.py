@@ -105,8 +105,8 @@ class _Tried:
 
 
 def _seconds(tried: _Tried) -> float:
-    """All that it takes to time a size as often as is needed at least."""
-    return _FEWEST_ROUNDS * min(map(sum, tried.times))
+    """All that it takes to time a size as often as is needed at least: passes in a row, in each round."""
+    return _FEWEST_ROUNDS * max(_BLOCK_S, min(map(sum, tried.times)))
 
 
 def _tried(passes: Passes, asked: Sequence[int], longest_s: float) -> dict[int, _Tried]:

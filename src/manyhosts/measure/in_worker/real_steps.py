@@ -45,6 +45,7 @@ def measure(
     own = own if isinstance(own, str) and own != "auto" else "none"
     names = [*([] if own in WAYS else [own]), *WAYS]
     step, until = step_of(passes, settings, samples), time.perf_counter() + seconds
+    strategy.revocable = True  # as in a run, whose workers survive each other
     strategy.steps = max(strategy.steps, strategy.config.compression_warmup)  # steps before that send all as it is
     for group in parts.optimizer.param_groups:
         group["lr"] = group["lr"] * 0.0

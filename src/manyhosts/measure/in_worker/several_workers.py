@@ -33,7 +33,7 @@ SETTLE = 5
 that passes of other sizes had given back."""
 _MOST, _FULL_S = 25, 2.5
 """The most steps that do count, and the seconds that they may take."""
-_SHARE, _PROBE_S = 0.15, 0.15
+_SHARE, _PROBE_S = 0.1, 0.1
 """Shares of the time, for passes and for the network; real steps have what is left."""
 _LINGER_S = 0.3
 _OWNERS_FEWEST, _OWNERS_MOST = 2, 5

@@ -92,7 +92,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("manyhosts.notebook.launch")
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'manyhosts' has no attribute {name!r}")
+    from manyhosts.table import nearest
+
+    raise AttributeError(f"module 'manyhosts' has no attribute {name!r}. {nearest(name, __all__)}".rstrip())
 
 
 opened_files.begin()  # what a script reads is in the record of its run

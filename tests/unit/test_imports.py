@@ -46,3 +46,10 @@ def test_module_that_does_not_exist_is_still_missing(package: str) -> None:
     when_imported(f"{package}.nothing", lambda _: pytest.fail("there is none"))
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         importlib.import_module(f"{package}.nothing")
+
+
+def test_misspelt_name_of_the_package_is_answered_with_the_nearest() -> None:
+    import manyhosts as mh
+
+    with pytest.raises(AttributeError, match=r"has no attribute 'Trianer'\. did you mean 'Trainer'\?"):
+        _ = mh.Trianer

@@ -249,6 +249,8 @@ def _check_words(words: Mapping[str, Any]) -> None:
     """
     if words["workers"] is not None and words["workers_per_node"] is not None:
         raise ConfigError("both --workers and --workers-per-node are given", where="--workers", fix="give one of them")
+    if words["run_dir"] == "":
+        raise ConfigError("--run-dir is empty", where="--run-dir", fix="name a directory, or leave it out")
     if words["resume"] and words["run_dir"]:
         raise ConfigError(
             "both --resume last and --run-dir are given",

@@ -148,6 +148,7 @@ _SETTINGS = {
     **dict.fromkeys(("--steps", "--max-steps", "--iterations"), ("duration", "{} steps")),
     **dict.fromkeys(("--batch", "--bs", "-b"), ("batch_size", "{}")),
     **dict.fromkeys(("--learning-rate",), ("lr", "{}")),
+    **dict.fromkeys(("--mixed-precision", "--amp", "--dtype"), ("precision", "{}")),
 }
 
 
@@ -207,6 +208,7 @@ def _meant(name: str, value: str) -> list[str] | None:
     key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
     if not name.startswith("-") or key not in overrides.known_keys():
         return None
+    value = overrides.PRECISIONS.get(value, value) if key == "precision" else value
     return ["--set", f"{key}={form.format(value or 'VALUE')}"]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from manyhosts.config.settings import Settings
+from manyhosts.config.settings import Settings, check_size
 from manyhosts.config.strategies import BY_NAME, named
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest, nearest_few
@@ -152,6 +152,12 @@ def _called(key: str, value: str) -> str:
     return f"write --set {written.format(value if _AMOUNT.fullmatch(value) else example)}; "
 
 
+PRECISIONS = {
+    **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), "fp16"),
+    **dict.fromkeys(("no", "32", "32-true", "float32"), "fp32"),
+}
+"""What other programs call a precision, and how it is written here."""
 _AMOUNT = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 
 
@@ -168,7 +174,7 @@ def check_value(key: str, text: str, *, where: str) -> None:
             _replace(_section_type(section)(), {field: text}, section + ".")
         elif key in (types_of := typing.get_type_hints(Settings)):
             _check_word(text, types_of[key], key)
-            _read(text, types_of[key], key)
+            check_size(key, _read(text, types_of[key], key))
             if key in ("duration", "validate_every"):
                 Duration.parse(text, where=where)
         else:
@@ -185,7 +191,9 @@ def _check_word(text: str, kind: Any, key: str) -> None:
     if not words or any(not typing.get_args(member) and member is not types.NoneType for member in members):
         return
     if text not in words and not (may_be_none and text.lower() == "none"):
-        raise ConfigError(f"{key} is {text!r}", fix=f"{nearest(text, words)}known: {', '.join(map(str, words))}")
+        meant = f"did you mean {PRECISIONS[text]!r}? " if key == "precision" and text in PRECISIONS else ""
+        fix = f"{meant or nearest(text, words)}known: {', '.join(map(str, words))}"
+        raise ConfigError(f"{key} is {text!r}", fix=fix)
 
 
 def _like(key: str, known: Sequence[str]) -> str:

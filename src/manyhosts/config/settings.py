@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,15 +88,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_kinds(self)
-        for key in (
-            "batch_size",
-            "batch_size_per_worker",
-            "micro_batch_size",
-            "evaluation_batch_size",
-            "virtual_workers",
-            "threads",
-        ):
-            _positive(key, getattr(self, key))
+        for key in (*_COUNTS, *_ABOVE_ZERO):
+            check_size(key, getattr(self, key))
         if self.loader_workers != "auto" and (not isinstance(self.loader_workers, int) or self.loader_workers < 0):
             raise ConfigError(
                 f"loader_workers is {self.loader_workers!r}",
@@ -124,10 +118,6 @@ class Settings:
                 fix="leave backend out: NCCL uses EFA by itself where the image has its plugin (aws-ofi-nccl)",
             )
         _one_of("backend", self.backend, ("gloo", "nccl", None))
-        for key in ("lr", "clip_gradients"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{key} is {value}", where=key, fix="give a number above 0, or leave it out")
         self._check_activation_checkpointing()
         self._check_audit()
         self._check_balance()
@@ -207,9 +197,24 @@ class Settings:
             )
 
 
-def _positive(key: str, value: int | None) -> None:
-    if value is not None and value < 1:
+_COUNTS = (
+    "batch_size", "batch_size_per_worker", "micro_batch_size", "evaluation_batch_size", "virtual_workers", "threads",
+)  # fmt: skip
+_ABOVE_ZERO = ("lr", "clip_gradients")
+
+
+def check_size(key: str, value: float | None) -> None:
+    """See that a setting that counts something is at least 1, and a rate or a norm above 0 and finite.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is None:
+        return
+    if key in _COUNTS and value < 1:
         raise ConfigError(f"{key} is {value}", where=key, fix="set it to 1 or more")
+    if key in _ABOVE_ZERO and not 0 < value < math.inf:
+        raise ConfigError(f"{key} is {value}", where=key, fix="give a finite number above 0, or leave it out")
 
 
 def _one_of(key: str, value: str | None, known: tuple[str | None, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,6 +71,6 @@ def _check_mode(mode: str | None, where: str) -> None:
 
 def _better(rule: Best | EarlyStopping, value: float, best: float | None, *, by: float) -> bool:
     assert rule.mode is not None or rule.metric == "loss", f"no one has settled which {rule.metric} is better"
-    if best is None:
-        return True
+    if best is None or math.isnan(value):
+        return not math.isnan(value)
     return value > best + by if rule.mode == "max" else value < best - by

@@ -113,10 +113,12 @@ def answer_torch_export(folder: Path, call: ModelCall, batches: Batches, precisi
             [sys.executable, "-P", "-c", _ALONE, *words], cwd=folder, capture_output=True, text=True, env=_plain()
         )
         if done.returncode:
+            lengths = any(None in spec.shape for spec in call.inputs)
+            padded = "pad all samples to one length in collate, if the model computes one length alone; " * lengths
             raise ConfigError(
                 f"the program does not run where manyhosts and the script are not: {_last(done.stderr)}",
                 where="--format torch-export",
-                fix="keep operations of packages of your own out of the model, or choose safetensors",
+                fix=f"{padded}keep operations of packages of your own out of the model, or choose safetensors",
             )
         answers = load_file(found)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
@@ -85,14 +86,20 @@ class ModelCall:
                 )
             self._constants.append(None if is_input else one)
             if is_input:
-                sides = tuple(a if a == b else None for a, b in zip(one.shape[1:], other.shape[1:], strict=True))
+                sides = tuple(one.shape[1:])
                 self.inputs.append(TensorSpec(name=name, dtype=str(one.dtype).removeprefix("torch."), shape=sides))
         self._is_input = [each is None for each in self._constants]
         if not self.inputs:
             raise ConfigError("the model takes no tensor with a row for each sample", where="the model", fix=_FIX)
+        # Texts of a dataset may be of several lengths, of which two batches can happen to have one.
+        of_each_shape = {tuple(each.shape[1:] for each in row): row for row in self.batches()}
+        self.inputs = [
+            replace(spec, shape=_sides(spec.name, [shapes[place] for shapes in of_each_shape]))
+            for place, spec in enumerate(self.inputs)
+        ]
         self.kept: list[str] = []
         self.outputs: list[TensorSpec] = []
-        self._find_outputs()
+        self._find_outputs([*map(self.tensors, _TWO), *of_each_shape.values()])
 
     def program(self, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Program:
         """`model`, or that of the run, as a function of tensors."""
@@ -170,21 +177,33 @@ class ModelCall:
         )
 
     @torch.no_grad()
-    def _find_outputs(self) -> None:
+    def _find_outputs(self, batches: Sequence[tuple[Tensor, ...]]) -> None:
         answers = []
         with without_cache(self.run.model):
-            for size in _TWO:
-                args, kwargs = self.arguments(self.tensors(size))
+            for batch in batches:
+                args, kwargs = self.arguments(batch)
                 answers.append(named_outputs(self.run.model(*args, **kwargs)))
         for name, one in answers[0].items():
-            other = answers[1].get(name)
-            if other is None or one.dim() == 0 or (len(one), len(other)) != _TWO:
+            all_of_it = [answer[name] for answer in answers if name in answer and answer[name].dim()]
+            if [len(each) for each in all_of_it] != [len(batch[0]) for batch in batches]:
                 continue  # such as a loss
-            sides = tuple(a if a == b else None for a, b in zip(one.shape[1:], other.shape[1:], strict=True))
+            sides = _sides(name, [each.shape[1:] for each in all_of_it])
             self.kept.append(name)
             self.outputs.append(TensorSpec(name=name, dtype=str(one.dtype).removeprefix("torch."), shape=sides))
         if not self.kept:
             raise ConfigError("the model gives no tensor with a row for each sample", where="the model", fix=_FIX)
+
+
+def _sides(name: str, shapes: Sequence[Sequence[int]]) -> tuple[int | None, ...]:
+    """The sides of one sample, as these batches have it; None where they differ.
+
+    Raises:
+        ConfigError: they have more and fewer of them.
+    """
+    if len(set(map(len, shapes))) > 1:
+        what = f"the tensor {name} has {len(shapes[0])} dimensions in one batch, and another number in others"
+        raise ConfigError(what, where="the call of the model in the script", fix=_FIX)
+    return tuple(sides[0] if len(set(sides)) == 1 else None for sides in zip(*shapes, strict=True))
 
 
 @contextmanager

@@ -125,6 +125,15 @@ def was_interrupted(run_dir: Path) -> bool:
     return RunDirectory(run_dir).interruption.exists()
 
 
+def failed_early(run_dir: Path) -> str:
+    """How a script failed that had not begun to train, by what its workers left next to their logs; else empty."""
+    for left in sorted(RunDirectory(run_dir).logs.glob("*-error-*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            what = parsed(left.read_bytes())["message"]["message"]
+            return f"{what}, before training began; its log is in {left.parent}"
+    return ""
+
+
 def handle_of(run_dir: Path) -> str:
     """What `run --detach` printed for the run in `run_dir`; empty where a terminal keeps it."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -195,6 +204,8 @@ class InTerminal:
         except ConfigError:
             if was_interrupted(directory.path):
                 return Status(state="cancelled", reason=INTERRUPTED, hosts=hosts, log=log)
+            if not directory.run_json.exists() and (failed := failed_early(directory.path)):
+                return Status(state="failed", reason=failed, hosts=hosts, log=log)
             reason = "no end is on record: it broke off" if directory.run_json.exists() else _UNTRAINED
             return Status(state="unknown", reason=reason, hosts=hosts, log=log)
         return Status(state=_STATES.get(summary.status, "failed"), reason=summary.reason, hosts=hosts, log=log)

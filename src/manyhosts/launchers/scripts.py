@@ -25,10 +25,21 @@ from manyhosts.launchers.script_imports import imports_manyhosts
 from manyhosts.records import run_directory, run_lock
 from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import has_content
+from manyhosts.table import nearest
 
 _READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lock.NAME)
 """What commands read of a run directory, in addition to the snapshots."""
 Kind = Literal["script", "module", "executable"]
+
+_OF_SETTINGS = "name the script; a .yaml file of settings goes before it, as --set FILE"
+_NO_SCRIPTS = {
+    ".sh": "start it as it is, with --no-python before it",
+    ".yaml": _OF_SETTINGS,
+    ".yml": _OF_SETTINGS,
+    ".ipynb": "in a notebook call mh.launch.run(function), or save its code as a .py file",
+    **dict.fromkeys((".json", ".jsonl", ".toml", ".txt", ".md", ".csv", ".pt", ".safetensors"), "name the script"),
+}
+"""Endings of files that are often named by mistake, and what to do instead."""
 
 TORCH = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch.optim")
 """What a first training step needs."""
@@ -65,11 +76,21 @@ def check(program: str, kind: Kind) -> None:
         return
     path = Path(program)
     if not path.exists():
-        near = sorted(other.name for other in path.absolute().parent.glob("*.py"))[:5]
-        here = f"in that folder: {', '.join(near)}" if near else f"`manyhosts init {path.parent}` writes one that runs"
-        raise ConfigError(f"there is no script {program!r}", where=str(path.absolute().parent), fix=here)
+        raise ConfigError(f"there is no script {program!r}", where=str(path.absolute().parent), fix=_instead_of(path))
+    if path.is_file() and path.suffix in _NO_SCRIPTS:
+        raise ConfigError(f"{program!r} is no Python script", where=str(path.absolute()), fix=_NO_SCRIPTS[path.suffix])
     if path.is_dir() and not (path / "__main__.py").exists():
         raise ConfigError(f"{program!r} is a folder", where=str(path.absolute()), fix="name the script inside it")
+
+
+def _instead_of(path: Path) -> str:
+    """What to start where there is no script at `path`."""
+    if re.fullmatch(r"python[\d.]*", path.name):
+        return f"leave {path.name} out: `manyhosts run SCRIPT` starts SCRIPT with the Python that manyhosts runs in"
+    names = sorted(other.name for other in path.absolute().parent.glob("*.py"))
+    if not names:
+        return f"`manyhosts init {path.parent}` writes one that runs"
+    return f"{nearest(path.name, names) or nearest(f'{path.name}.py', names)}in that folder: {', '.join(names[:5])}"
 
 
 def check_run_dir(job: Job) -> None:
@@ -157,8 +178,10 @@ def last_run_dir(program: str, kind: Kind, *, elsewhere: bool = False) -> Path:
             fix=f"name the directory of the run to continue with, as in --run-dir {name}",
         )
     if newest[1] is None:
+        started = _newest_without_record(runs, program)
         raise ConfigError(
-            f"there is no run of {program} to continue with",
+            f"there is no run of {program} to continue with"
+            + (f": {started[1].name} ended before its training began" if started else ""),
             where=str(runs),
             fix="leave --resume out to begin one, or name its directory with --run-dir",
         )

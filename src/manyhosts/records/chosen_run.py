@@ -32,8 +32,8 @@ def no_run(path: Path, holds: str, *, fix: str = "give the directory of a run, s
     what = holds if path.is_dir() else "this is a file" if path.exists() else "there is no such folder"
     if path.is_dir() and (inside := _runs_in(path)):
         fix = f"name a run in it: the newest is {inside[-1]}, and `manyhosts runs {path}` lists them"
-    elif path.is_file() and (path.parent / "run.json").exists():
-        fix = f"name its run: {path.parent}"
+    elif found := next((each for each in path.parents if path.exists() and (each / "run.json").exists()), None):
+        fix = f"name its run: {found}"
     elif not path.exists() and (near := get_close_matches(path.name, [each.name for each in _runs_in(path.parent)], 1)):
         fix = f"did you mean {path.with_name(near[0])}? `manyhosts runs {path.parent}` lists what is there"
     return ConfigError(what, where=str(path), fix=fix)

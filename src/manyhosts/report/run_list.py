@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.named_runs import INTERRUPTED, handle_of, runs_in, was_interrupted
+from manyhosts.launchers.named_runs import INTERRUPTED, failed_early, handle_of, runs_in, was_interrupted
 from manyhosts.records import run_lock
 from manyhosts.records.numbers import to_words
 from manyhosts.records.run_directory import RunDirectory
@@ -63,21 +62,12 @@ def _read(path: Path) -> ListedRun:
             state = "running"
         elif was_interrupted(path):
             state, reason = "interrupted", INTERRUPTED
-        elif failed := _failed_early(path):
+        elif failed := failed_early(path):
             state, reason = "failed", failed
         return ListedRun(
             directory=str(path), handle=handle_of(path), script="", state=state, reason=reason, started=None,
             workers=None, steps=0, seconds=0.0, best={},
         )  # fmt: skip
-
-
-def _failed_early(path: Path) -> str:
-    """How a script failed that had not begun to train, by what its workers left next to their logs; else empty."""
-    for left in sorted((path / "logs").glob("*-error-*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            what = json.loads(left.read_text())["message"]["message"]
-            return f"{what}, before training began; its log is in {left.parent}"
-    return ""
 
 
 def _of(path: Path) -> ListedRun:

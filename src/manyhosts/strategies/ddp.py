@@ -51,8 +51,7 @@ class DataParallel(UncutModel):
         """Of those that were unfrozen since the buckets were made."""
         self.groups: list[GradientBuckets] = []
         """Those of each optimizer, where a step has several passes: `buckets` are one of them then, or none."""
-        self.revocable = world.membership is not None
-        """Whether a step can be taken back, as the others do when one of them is lost."""
+        self.revocable = world.membership is not None  # a step is taken back where one of several workers is lost
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move `model` to this worker's device and make it equal to rank 0's."""

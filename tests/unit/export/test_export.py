@@ -142,3 +142,47 @@ def test_int8_counts_first_answers() -> None:
         else:
             with pytest.raises(NotTheSame, match=r"98\.5%"):
                 compare([(wanted,)], [(found,)], spec, precision="int8", where="")
+
+
+TEXTS = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+import manyhosts as mh
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 3)
+
+    def forward(self, words):
+        return self.out(self.words(words).mean(1))
+
+
+def padded(samples):
+    words, labels = zip(*samples)
+    return pad_sequence(words, batch_first=True), torch.tensor(labels)
+
+
+texts = [(torch.arange(4 if number < 20 else 6), number % 3) for number in range(60)]
+if __name__ == "__main__":
+    mh.Trainer(
+        model=Mean(),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=mh.Data(train=texts, validation=texts, batch_size=8, collate=padded),
+        weight="samples",
+    ).fit("4 steps")
+"""
+
+
+def test_texts_of_several_lengths_make_a_program_for_any(tmp_path: Path) -> None:
+    """The first batches are all of one length."""
+    run_dir = make_run(tmp_path, script=TEXTS)
+    for kind in ("torch-export", "onnx"):
+        _, described = export(Request(run_dir=str(run_dir), format=kind))
+        assert [(each.name, each.shape) for each in described.inputs] == [("inputs", (None,))]
+        assert [(each.name, each.shape) for each in described.outputs] == [("output", (3,))]
+    program = torch.export.load(run_dir / "exports" / "torch-export" / "model.pt2").module()
+    assert program(torch.ones(3, 11, dtype=torch.int64))[0].shape == (3, 3)

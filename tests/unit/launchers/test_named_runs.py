@@ -114,3 +114,36 @@ def test_run_that_is_over_is_listed_without_reading_its_steps(runs: Path, capsys
     main(["runs", "--json"])
     reported = json.loads(capsys.readouterr().out)
     assert [run["best"] for run in reported] == [run["best"] for run in json.loads(before)]
+
+
+def test_script_that_failed_before_it_trained_has_failed_by_every_verb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("raise ValueError('no such column')\n")
+    assert main(["run", "--run-dir", "runs/one", "broken.py"]) == 1
+    capsys.readouterr()
+    for words in (["status", "runs/one"], ["runs", "--json"]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert "failed" in said, words
+        assert "no such column" in said, words
+
+
+def test_resume_says_of_a_run_that_it_never_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("raise ValueError('no such column')\n")
+    assert main(["run", "broken.py"]) == 1
+    capsys.readouterr()
+    assert main(["run", "--resume", "last", "broken.py"]) == 2
+    [run_dir] = Path("runs").iterdir()
+    assert f"{run_dir.name} ended before its training began" in capsys.readouterr().err
+
+
+def test_file_within_a_run_is_answered_with_the_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "first" / "logs").mkdir(exist_ok=True)
+    (runs / "first" / "logs" / "rank-0.log").touch()
+    assert main(["report", str(runs / "first" / "logs" / "rank-0.log")]) == 2
+    assert f"name its run: {runs / 'first'}" in capsys.readouterr().err

@@ -23,7 +23,10 @@ def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         scripts.check(str(tmp_path / "trian.py"), "script")
     assert "trian.py" in caught.value.what
-    assert (caught.value.where, caught.value.fix) == (str(tmp_path), "in that folder: train.py")
+    assert (caught.value.where, caught.value.fix) == (
+        str(tmp_path),
+        "did you mean 'train.py'? in that folder: train.py",
+    )
 
 
 def test_folder_is_no_script_unless_python_can_run_it(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import images_and_labels, network
+from runs import events, images_and_labels, network
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
@@ -201,14 +204,96 @@ class Wordless(MulticlassAccuracy):
 
 
 @pytest.mark.parametrize(
-    ("metric", "metrics"), [("score", {"score": Wordless(num_classes=10)}), ("perplexity", {})], ids=["silent", "none"]
+    ("metric", "metrics", "what"),
+    [
+        ("score", {"score": Wordless(num_classes=10)}, "does not say whether higher or lower is better"),
+        ("perplexity", {}, "no metric of mh.Trainer(metrics=…) has that name"),
+    ],
+    ids=["silent", "none"],
 )
 def test_metric_of_unknown_direction_is_refused_before_the_first_step(
-    metric: str, metrics: dict[str, Any], tmp_path: Path
+    metric: str, metrics: dict[str, Any], what: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="not known whether higher or lower is better") as caught:
+    with pytest.raises(ConfigError, match=re.escape(what)) as caught:
         trainer(tmp_path, metrics=metrics, early_stopping=mh.EarlyStopping(metric))
     assert f'mh.EarlyStopping("{metric}", mode="max") if higher is better' in caught.value.fix
+    assert ("choose one of loss" in caught.value.fix) == (not metrics)
+
+
+def regression(columns: int) -> mh.Data:
+    images, labels = images_and_labels(20)
+    targets = labels.float()
+    return mh.Data(TensorDataset(images, targets[:, None] if columns else targets), batch_size=5)
+
+
+def one_number(*, flat: bool) -> nn.Module:
+    return nn.Sequential(network(), nn.Linear(10, 1), *([nn.Flatten(0)] if flat else []))
+
+
+OF_OTHER_SHAPES = {
+    "a column and a row": (nn.MSELoss(), False, 0),
+    "a row and a column": (nn.functional.l1_loss, True, 1),
+    "of a partial": (functools.partial(nn.functional.huber_loss, delta=2.0), False, 0),
+}
+
+
+@pytest.mark.parametrize("case", OF_OTHER_SHAPES)
+def test_targets_that_would_be_broadcast_are_refused(case: str, tmp_path: Path) -> None:
+    """PyTorch warns, and computes the loss of each output against the targets of all samples."""
+    loss, flat, columns = OF_OTHER_SHAPES[case]
+    with pytest.raises(ConfigError, match=r"outputs have shape \(5(, 1)?,?\).*would broadcast") as caught:
+        trainer(tmp_path, model=one_number(flat=flat), loss=loss, data=regression(columns)).fit("1 step")
+    assert ".squeeze(-1)" in caught.value.fix
+
+
+def test_targets_of_the_same_shape_are_trained_with(tmp_path: Path) -> None:
+    for columns in (0, 1):
+        made = trainer(
+            tmp_path / str(columns), model=one_number(flat=not columns), loss=nn.MSELoss(), data=regression(columns)
+        )
+        assert made.fit("1 step").steps == 1
+
+
+def test_a_loss_of_ones_own_may_broadcast(tmp_path: Path) -> None:
+    def ranks(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets[:, None]).square().mean()
+
+    made = trainer(tmp_path, model=one_number(flat=False), loss=ranks, data=regression(0))
+    assert made.fit("1 step").steps == 1
+
+
+def test_scores_without_a_row_for_each_sample_are_refused(tmp_path: Path) -> None:
+    """Cross entropy would take the samples for the classes of one."""
+    with pytest.raises(ConfigError, match="takes a row of scores, one for each class, for every sample") as caught:
+        trainer(tmp_path, model=one_number(flat=True), data=regression(0)).fit("1 step")
+    assert "BCEWithLogitsLoss" in caught.value.fix
+
+
+@pytest.mark.parametrize("choice", ["skip", "rewind"])
+def test_run_whose_steps_were_all_left_out_has_failed(choice: str, tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    data = mh.Data(TensorDataset(images * math.nan, labels), batch_size=5)
+    with pytest.raises(TrainingError, match="each of the 3 steps was left out, so no weight has changed"):
+        trainer(tmp_path, data=data, on_bad_step=choice).fit("3 steps")
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_steps_that_were_left_out_are_counted_at_the_end(tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    images[7] = math.nan
+    data = mh.Data(TensorDataset(images, labels), batch_size=5, shuffle=False)
+    assert trainer(tmp_path, data=data, on_bad_step="skip").fit("4 steps").steps == 4
+    notes = [line["text"] for line in events(tmp_path, "note")]
+    assert "1 steps were left out of the 4 until here" in notes
+
+
+def test_validation_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    bad = TensorDataset(images * math.nan, labels)
+    made = trainer(tmp_path, data=mh.Data(train=dataset(), validation=bad, batch_size=5))
+    assert made.fit("2 epochs").best is None
+    assert not (tmp_path / "best").exists() or not any((tmp_path / "best").iterdir())
+    assert [line["best"] for line in events(tmp_path, "validation")] == [False, False]
 
 
 def test_unknown_setting_is_an_error_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

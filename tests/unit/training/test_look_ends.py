@@ -337,3 +337,23 @@ def test_buffers_are_as_they_were_before_each_pass_and_after_the_last(copies: bo
     model = Ages()
     assert seen_of(model, copies=copies).holds == ["samples", "labels"]
     assert model.age == 0
+
+
+def test_padding_that_counts_in_the_loss_is_named(tmp_path: Path) -> None:
+    """A part of a batch whose samples are all short is padded to less."""
+    texts = [torch.ones(1 + number % 5) for number in range(40)]
+
+    def padded(chosen: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+
+    made = trainer(
+        tmp_path,
+        model=lambda: nn.Linear(1, 4),
+        loss=None,
+        step=lambda model, batch: model(batch[..., None]).square().mean(),
+        data=mh.Data(texts, batch_size=10, shuffle=False, collate=padded),  # type: ignore[arg-type]
+        micro_batch_size=3,
+    )
+    with pytest.raises(ConfigError, match=r"Collate pads the parts to another length than the batch") as caught:
+        made.fit("2 steps")
+    assert "leave it out of the loss" in caught.value.what

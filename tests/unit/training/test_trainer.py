@@ -165,7 +165,7 @@ def test_direction_of_best_comes_from_the_metric(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"best": "accurcy"}, "the best model is chosen by 'accurcy', and it is not known whether higher"),
+        ({"best": "accurcy"}, "the best model is chosen by 'accurcy', and no metric"),
         ({"best": mh.Best("accurcy", mode="max")}, "the best model is chosen by 'accurcy', which no one reports"),
         ({"best": 3}, "best is 3"),
     ],

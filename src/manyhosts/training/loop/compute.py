@@ -162,7 +162,8 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     Raises:
         ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number.
     """
-    if not hasattr(type(outputs), "__torch_function__") and _takes_tensors(loss):  # no tensor, nor what acts as one
+    name = _of_pytorch(loss)
+    if name and not hasattr(type(outputs), "__torch_function__"):  # no tensor, nor what acts as one
         named = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
         raise ConfigError(
             f"the model returns a {type(outputs).__name__}{named and f' ({named})'}, and the loss takes a tensor",
@@ -170,15 +171,47 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
             fix="pass loss=function(outputs, targets) -> loss, which takes the tensor out of it, or "
             "step=function(model, batch) -> loss",
         )
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+        _check_shapes(name, outputs.shape, targets.shape)
     return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
 
 
-def _takes_tensors(loss: Loss) -> bool:
-    """Whether `loss` is one of PyTorch's own: one that the user wrote may take what it likes."""
-    return any(
-        getattr(each, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
-        for each in (loss, type(loss))
-    )
+_OF_PAIRS = {
+    "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "PoissonNLLLoss", "KLDivLoss", "mse_loss", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "poisson_nll_loss", "kl_div",
+}  # fmt: skip
+"""Losses of PyTorch that hold each output against the target in its place, and broadcast both without an error."""
+_BY_CLASS = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}
+
+
+def _of_pytorch(loss: Loss) -> str:
+    """The name of a loss of PyTorch's own; empty for one that the user wrote, which may take what it likes."""
+    own: Any = getattr(loss, "func", loss)  # what functools.partial calls
+    own = own if hasattr(own, "__name__") else type(own)
+    return str(own.__name__) if own.__module__ in ("torch.nn.modules.loss", "torch.nn.functional") else ""
+
+
+def _check_shapes(loss: str, outputs: Sequence[int], targets: Sequence[int]) -> None:
+    """See that outputs and targets fit `loss`, where PyTorch computes a wrong loss of those that do not.
+
+    Raises:
+        ConfigError: each output would be held against the targets of other samples, too.
+    """
+    shapes = f"the model's outputs have shape {tuple(outputs)} and the targets {tuple(targets)}"
+    if loss in _OF_PAIRS and targets and len(outputs) != len(targets):
+        raise ConfigError(
+            f"{shapes}: PyTorch would broadcast them and hold each output against the targets of other samples",
+            where=f"mh.Trainer(loss={loss})",
+            fix="give both one shape: let the model end with .squeeze(-1) or nn.Flatten(0), or the dataset give each "
+            "target with .unsqueeze(-1)",
+        )
+    if loss in _BY_CLASS and len(outputs) == 1:
+        raise ConfigError(
+            f"{shapes}: {loss} takes a row of scores, one for each class, for every sample, and would take all samples "
+            "for the classes of one",
+            where=f"mh.Trainer(loss={loss})",
+            fix="let the model give shape (samples, classes); for one score for each sample use nn.BCEWithLogitsLoss",
+        )
 
 
 def one_number(loss: Tensor, *, where: str) -> Tensor:

@@ -36,6 +36,8 @@ class StepReporter:
         self.rate = VanishedRate(steps) if training.schedule.follows_steps else None
         self.last: StepFacts | None = None
         """The last step that was reported and whose numbers were well."""
+        self.left_out: set[int] = set()
+        """Steps that were reported, and whose updates were left out."""
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Report the steps whose numbers have come, and take from them what the workers decide together.
@@ -108,6 +110,7 @@ class StepReporter:
         if facts.weight == 0 or bad_steps.leave_out or bad_steps.rewinds:
             text = f"step {facts.step} was left out: {trouble} ({where})"
             self.training.emit(Note(text=text, step=facts.step, time=time.time()))
+            self.left_out.add(facts.step)
             return False
         if bad_steps.keeps_weights and (what := self._not_finite()):
             raise self._bad_update(what)
@@ -124,6 +127,19 @@ class StepReporter:
             what = what or "nan in the model of another worker"
         if what:
             raise self._bad_update(what)
+
+    def check_trained(self) -> None:
+        """At the end: say how many steps were left out. Every worker calls this, after all steps were reported.
+
+        Raises:
+            TrainingError: all of them were, so nothing was trained.
+        """
+        if self.left_out and self.last is None:
+            what = f"each of the {len(self.left_out)} steps was left out, so no weight has changed"
+            raise self._end(what, f"steps {min(self.left_out)} to {max(self.left_out)}")
+        if self.left_out:
+            text = f"{len(self.left_out)} steps were left out of the {self.training.state.step} until here"
+            self.training.emit(Note(text=text, step=self.training.state.step, time=time.time()))
 
     def _not_finite(self) -> str:
         """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
@@ -404,10 +420,11 @@ class Loop:
             self.stepper.train_step(steps)
             if not self.exchanges:
                 self.step_reporter.read()
-        if reason:
-            self.step_reporter.read(all_of_them=True)
         if steps is not None:
             steps.close()  # and not when no one holds it any more: then each loader process would be waited for for 5 s
+        if reason:
+            self.step_reporter.read(all_of_them=True)
+            self.step_reporter.check_trained()
         return reason
 
     # Where it is, for those who take it elsewhere.

@@ -85,6 +85,8 @@ CHANGES_GRADIENTS = "changes gradients"
 """The gradient of a parameter is not the mean of those of the parts, though the loss is."""
 WRITES = "writes"
 """A forward pass changes a buffer, which is none of BatchNorm's."""
+PADS = "pads"
+"""`collate` gives a part of a batch another shape for each sample than the batch."""
 IN_CHUNKS = "is called in chunks"
 """A BatchNorm is called several times in a forward pass, with a part of the samples each time."""
 
@@ -245,6 +247,8 @@ class Comparison:
         try:
             full = self._full(batch := make(0, count), count)
             parts = [make(0, cut), make(cut, count)]
+            if other := _of_samples(parts) - _of_samples(batch):
+                self.seen.findings[PADS] = f"{min(other)}"
             losses = self._losses(full, make(0, count), parts)
             if self.draws.left:
                 raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")
@@ -378,6 +382,11 @@ class Comparison:
             draws.left = draws.left or "numpy.random or random"
         draws.ends = drawn[1:]
         return values
+
+
+def _of_samples(batches: Any) -> set[tuple[int, ...]]:
+    """The shapes of all tensors in `batches`, without the first side."""
+    return {tuple(each.shape[1:]) for each in tree_leaves(batches) if isinstance(each, Tensor)}
 
 
 def _difference(full: Losses, losses: Sequence[Losses], counts: Sequence[Losses]) -> tuple[float, float, float]:

@@ -29,6 +29,10 @@ _SOON = (10, 100)
 """Steps that are looked at besides every `look_every`-th."""
 
 KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
+_PADS = (
+    ". Collate pads the parts to another length than the batch, so padding counts: leave it out of the loss (a mask, "
+    "ignore_index), or pad all samples to one length"
+)
 _OR_ELSE = 'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"'
 _FIXES = {
     comparison.IN_CHUNKS: (
@@ -149,6 +153,7 @@ class LossWeights:
         keeps = seen.findings.get(comparison.KEEPS)
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
         what += f": {seen.values}, so it depends on how a batch is cut{seen.findings.get(comparison.WRITES, '')}"
+        what += _PADS * bool(seen.findings.get(comparison.PADS))
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
         wrong = {**seen.findings, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
         if not isinstance(parts.batch_norm, GlobalBatch):

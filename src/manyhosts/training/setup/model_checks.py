@@ -147,11 +147,17 @@ def _directed(rule: R, key: str, does: str, data: Data, metrics: Mapping[str, An
         name = name.partition("/")[2]
     higher = False if name == "loss" else getattr(metrics.get(name), "higher_is_better", None)
     if not isinstance(higher, bool):
-        reason = "the metric does not say" if name in metrics else "no metric of mh.Trainer(metrics=…) has that name"
+        fix = f'mh.{type(rule).__name__}("{rule.metric}", mode="max") if higher is better, else mode="min"'
+        if name not in metrics:
+            raise ConfigError(
+                f"{does} {rule.metric!r}, and no metric of mh.Trainer(metrics=…) has that name",
+                where=f"{key}.metric",
+                fix=f"choose one of {', '.join(['loss', *metrics])}; of a value that step returns, write {fix}",
+            )
         raise ConfigError(
-            f"{does} {rule.metric!r}, and it is not known whether higher or lower is better: {reason}",
+            f"{does} {rule.metric!r}, which does not say whether higher or lower is better",
             where=f"{key}.mode",
-            fix=f'write mh.{type(rule).__name__}("{rule.metric}", mode="max") if higher is better, else mode="min"',
+            fix=f"write {fix}",
         )
     return dataclasses.replace(rule, mode="max" if higher else "min")
 

@@ -8,9 +8,11 @@ Six kinds of models (`held_out_train.py`): a CNN with BatchNorm, an LSTM, a GPT,
 embedding, a small CNN whose samples are slow to read, and a classifier with a huge last layer. On this host alone and
 on hosts of it behind cables of 100 Mbit/s and 1 Gbit/s, `manyhosts plan` measures each for some seconds, and predicts
 one worker, and more of them without compression, with bf16 and with PowerSGD. Each of these is trained, some seconds
-after the start, when nothing is loaded any more, once before the plans and once after them: a shared machine is not
-equally fast in both minutes. The median of the steps of both is compared. Nothing sleeps: hosts of one machine share
-its cores. Nothing is calibrated.
+after the start, when nothing is loaded any more, once right before the plan and once right after it, and the median of
+the steps of both is compared. A shared machine is not equally fast in all minutes: a fixed computation on all cores is
+timed before and after each start, and where its times differ by more than 15 % within a plan and its trainings, these
+are measured again, once; the steadier of both is kept, whatever was predicted. Nothing sleeps: hosts of one machine
+share its cores. Nothing is calibrated.
 
 A size is a case for the advice: of one worker and of the ways of that size the one that `recommend` names is compared
 with the fastest that was measured. How wide the interval of a prediction has to be is learned from the other kinds of
@@ -33,6 +35,7 @@ import contextlib
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -71,6 +74,8 @@ SECONDS, QUICK_SECONDS = 12.0, 8.0
 """That a plan may take to measure."""
 STEPS, QUICK_STEPS = 15, 9
 """Of each training, the first three of them not counted."""
+STEADY, TRIES = 0.15, 2
+"""By how much the fixed computation may take longer at one moment than at another, and how often a kind is measured."""
 
 
 class Place:
@@ -123,34 +128,63 @@ def place_of(link: str) -> Iterator[Place]:
 def measure(
     place: Place, kinds: Sequence[str], known: Sequence[Line], *, seconds: float, steps: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """What each start gives: the plan of a kind, or a line for each size and way that kinds were trained in. What is
-    `known` is left out.
+    """What each kind gives: its trainings, its plan, and its trainings again, a line for each. A kind is left out that
+    is `known` of this place.
     """
-    common = {"link": place.link, "settle": SETTLE, "recorded": {**origin(), "torch": torch.__version__}}
+    there = {line["kind"] for line in known if line["link"] == place.link}
+    for kind in (each for each in kinds if each not in there):
+        tries: list[list[dict[str, Any]]] = []
+        while len(tries) < TRIES and (not tries or unsteady(tries[-1]) > STEADY):
+            tries.append([line for lines in of_kind(place, kind, seconds=seconds, steps=steps) for line in lines])
+        yield min(tries, key=unsteady)
+
+
+def of_kind(place: Place, kind: str, *, seconds: float, steps: int) -> Iterator[list[dict[str, Any]]]:
+    """What each start gives, with the times of the fixed computation before and after it."""
+    common = {"kind": kind, "link": place.link, "settle": SETTLE, "recorded": {**origin(), "torch": torch.__version__}}
     common["asked"] = stamp(seconds=seconds, steps=steps)
-    own = [line for line in known if line["link"] == place.link]
-    planned = [line["kind"] for line in own if "plan" in line]
-    trained = {(line["kind"], line["workers"], line["moment"]) for line in own if "plan" not in line}
+    fixed = [fixed_seconds()]
+
+    def condition(load: float) -> dict[str, Any]:
+        fixed.append(fixed_seconds())
+        return {"load": load, "fixed": fixed[-2:]}
 
     def trainings(moment: str) -> Iterator[list[dict[str, Any]]]:
         for workers in (1, *LINKS[place.link]):
             load = os.getloadavg()[0]
-            left = [kind for kind in kinds if (kind, workers, moment) not in trained]
-            found = place.train(left, workers, steps) if left else ()
-            yield [
-                {
-                    "kind": line["kind"], **common, "load": load, "workers": workers,
-                    "compression": line["compression"], "moment": moment, "steps": line["seconds"],
-                }
-                for line in found
-            ]  # fmt: skip
+            found = place.train([kind], workers, steps)
+            more = {**common, **condition(load), "workers": workers, "moment": moment}
+            yield [{**more, "compression": line["compression"], "steps": line["seconds"]} for line in found]
 
     yield from trainings("before")
-    for kind in (each for each in kinds if each not in planned):
-        load = os.getloadavg()[0]
-        plan, took = place.plan(kind, seconds)
-        yield [{"kind": kind, **common, "load": load, "plan": kept(plan), "plan_seconds": round(took, 1)}]
+    load = os.getloadavg()[0]
+    plan, took = place.plan(kind, seconds)
+    yield [{**common, **condition(load), "plan": kept(plan), "plan_seconds": round(took, 1)}]
     yield from trainings("after")
+
+
+def unsteady(lines: Sequence[Line]) -> float:
+    """By which share the fixed computation took longer at one moment of these than at another."""
+    times = [seconds for line in lines for seconds in line.get("fixed", ())]
+    return max(times) / min(times) - 1 if times else math.inf
+
+
+def fixed_seconds() -> float:
+    """Of a fixed computation on every core at once: how fast the machine is just now."""
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("fork").Pool(cores) as pool:
+        return statistics.mean(pool.map(_compute, range(cores), chunksize=1))
+
+
+def _compute(_: int) -> float:
+    torch.set_num_threads(1)
+    matrix, times = torch.ones(256, 256), []
+    for _ in range(25):
+        begin = time.perf_counter()
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 def pooled(lines: Sequence[Line]) -> list[Line]:
@@ -276,6 +310,11 @@ def written() -> str:
     cores = Counter(plan["measured"]["cores"] for plan in plans.values()).most_common(1)[0][0]
     where = f"{origins(recorded, 'lines')}, load {statistics.median(loads):.1f} of {cores} cores in the median minute "
     where += f"before ({loads[0]:.1f} to {loads[-1]:.1f}), torch {recorded[-1]['recorded']['torch']}."
+    kinds = {(line["kind"], line["link"]) for line in recorded if "fixed" in line}
+    unlike = [unsteady([line for line in recorded if (line["kind"], line["link"]) == each]) for each in kinds]
+    if restless := sum(each > STEADY for each in unlike):
+        where += f" In {restless} of {len(unlike)} plans the machine was less steady than that in both tries, "
+        where += f"by {100 * max(unlike):.0f} % at most."
     if any("settle" not in line for line in recorded):
         where += " Steps were counted from the start on, when hosts still load what a lost worker would need."
     equal = f" (in {alike} both are predicted alike, and their steps vary by more than they differ)" if alike else ""

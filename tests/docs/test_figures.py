@@ -274,14 +274,30 @@ def test_a_record_that_was_cut_is_resumed_with_what_is_left(monkeypatch: pytest.
         monkeypatch.setattr(made, "origin", dict)
         monkeypatch.setattr(made.os, "getloadavg", lambda: (0.5, 0.5, 0.5))
         asked = {"seconds": 1.0, "steps": 2}
+        monkeypatch.setattr(made, "fixed_seconds", lambda: 1.0)
         starts = list(made.measure(MadePlace(), ["cnn", "gpt"], [], **asked))
-        assert [len(lines) for lines in starts] == [2, 4, 1, 1, 2, 4], "one worker, two in two ways; a plan of each"
+        assert [len(lines) for lines in starts] == [7, 7], "one worker, two in two ways, twice; and the plan"
         for cut in range(len(starts) + 1):
             known = [line for lines in starts[:cut] for line in lines]
             rest = [line for lines in made.measure(MadePlace(), ["cnn", "gpt"], known, **asked) for line in lines]
             assert [*known, *rest] == [line for lines in starts for line in lines]
         assert {line["asked"] for lines in starts for line in lines} == {made.stamp(**asked)}
         assert made.stamp(seconds=1.0, steps=3) != made.stamp(**asked), "of fewer steps it is another record"
+    finally:
+        forget_held_out()
+
+
+def test_a_kind_is_measured_again_where_the_machine_was_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    made = importlib.import_module("held_out")
+    try:
+        monkeypatch.setattr(made, "origin", dict)
+        times = iter([*[1.0] * 5, 1.4, *[1.0] * 5, 1.2, *[1.0] * 6])
+        monkeypatch.setattr(made, "fixed_seconds", lambda: next(times))
+        first, second = made.measure(MadePlace(), ["cnn", "gpt"], [], seconds=1.0, steps=2)
+        assert made.unsteady(first) == pytest.approx(0.2), "the steadier of two"
+        assert made.unsteady(second) == 0.0
+        assert not list(times), "two tries of the first, one of the second"
     finally:
         forget_held_out()
 

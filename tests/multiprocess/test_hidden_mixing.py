@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 from unusual import BATCH, Case, in_plain_pytorch, rows, state_of, with_us
 
 import manyhosts as mh
@@ -208,6 +209,41 @@ def train(rank: int, case: Case, run_dir: Path) -> dict[str, Tensor] | str:
     except ManyhostsError as error:
         return str(error)
     return state_of(trainer.model)
+
+
+def step_that_sums(rank: int, run_dir: Path, weight: str | None) -> tuple[str, list[float]]:
+    """What `fit` says where the step itself averages a number over the workers, and the numbers."""
+    averages: list[float] = []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        average = loss.detach().clone()
+        dist.all_reduce(average)
+        averages.append(float(average) / 2)
+        return loss
+
+    made = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(20, 6, generator=made), torch.randint(2, (20,), generator=made))
+    trainer = mh.Trainer(
+        model=layers, step=step, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=mh.Data(data, batch_size=10), weight=weight, run_dir=run_dir,
+    )  # fmt: skip
+    try:
+        trainer.fit("2 steps")
+    except ManyhostsError as error:
+        return str(error), averages
+    return "", averages
+
+
+def test_step_that_calls_a_collective_is_refused_unless_it_is_said_to_be_meant(tmp_path: Path) -> None:
+    """One worker looks at more pieces than the others, whose collectives would then be matched with others."""
+    for said, averages in run_ranks(2, step_that_sums, tmp_path / "refused", None):
+        assert "calls a collective of torch.distributed (allreduce) in a forward pass" in said
+        assert "where:" in said
+        assert averages == []
+    (_, first), (_, second) = run_ranks(2, step_that_sums, tmp_path / "meant", "samples")
+    assert first == second
+    assert len(first) == 2
 
 
 @pytest.fixture(scope="module")

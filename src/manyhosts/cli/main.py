@@ -78,7 +78,11 @@ def _fix(error: click.ClickException, verb: str) -> str:
     if isinstance(error, click.NoSuchOption):
         from manyhosts.table import nearest
 
-        return (_with_two_dashes(error) or nearest(error.option_name, error.possibilities or ())) + lists
+        # Two dashes make any two short words alike.
+        typed = error.option_name.strip("-")
+        near = [each for each in error.possibilities or () if nearest(each.strip("-"), [typed])]
+        own = "; options of the script itself go after it" * path.endswith(" run")
+        return f"{_with_two_dashes(error) or nearest(error.option_name, near)}{lists}{own}"
     parameter = getattr(error, "param", None)
     if isinstance(error, click.MissingParameter) and isinstance(parameter, click.Argument):
         if parameter.name == "script":

@@ -11,6 +11,7 @@ from typing import Any
 
 from manyhosts.errors import ConfigError
 from manyhosts.records.atomic_file import read_json, write_json
+from manyhosts.records.numbers import to_words
 
 NAME = "export.json"
 VERSION = 1
@@ -63,7 +64,8 @@ class Description:
     def write(self, folder: Path) -> None:
         """Write it into `folder`, with the hashes of the files that are there."""
         described = dataclasses.replace(self, files=hashes(folder))
-        write_json(folder / NAME, dataclasses.asdict(described))
+        # A metric of the run may be NaN, which JSON has no word for.
+        write_json(folder / NAME, {**dataclasses.asdict(described), "metrics": to_words(described.metrics)})
 
     @classmethod
     def read(cls, folder: Path, *, check: bool = True) -> Description:

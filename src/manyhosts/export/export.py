@@ -147,10 +147,11 @@ def _training_inputs(call: ModelCall) -> list[tuple[Tensor, ...]]:
 
 
 def _moments(specs: Sequence[TensorSpec], rows: Sequence[tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:
-    """Mean and deviation of each tensor over some samples."""
+    """Mean and deviation of each tensor over some samples, numbers that are none left out."""
     found = {}
     for place, spec in enumerate(specs):
         values = torch.cat([row[place].detach().double().cpu().reshape(-1) for row in rows])
+        values = values[values.isfinite()] if bool(values.isfinite().any()) else torch.zeros(1)
         found[spec.name] = {"mean": float(values.mean()), "deviation": float(values.std(correction=0))}
     return found
 

@@ -56,6 +56,11 @@ WRONG = [
     (["report"], "name a run: `manyhosts report last`"),
     (["run", "--workers"], "`manyhosts run --help` lists what it takes"),
     (["run", "--bogus", "x.py"], "No such option '--bogus'"),
+    (
+        ["run", "--hidden", "6", "x.py"],
+        "lists what it takes; options of the script itself go after it",
+    ),
+    (["logs", "last", "--rank", "1"], "  fix:   `manyhosts logs --help` lists what it takes"),
     (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["run", "-workers", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["run", "-workers=2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),

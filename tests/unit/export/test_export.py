@@ -186,3 +186,15 @@ def test_texts_of_several_lengths_make_a_program_for_any(tmp_path: Path) -> None
         assert [(each.name, each.shape) for each in described.outputs] == [("output", (3,))]
     program = torch.export.load(run_dir / "exports" / "torch-export" / "model.pt2").module()
     assert program(torch.ones(3, 11, dtype=torch.int64))[0].shape == (3, 3)
+
+
+NAN = TEXTS.replace(
+    "return self.out(self.words(words).mean(1))",
+    "return self.out(self.words(words).mean(1)) + (0.0 if self.training else torch.nan)",
+)
+
+
+def test_run_whose_validation_is_nan_is_exported(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, script=NAN)
+    folder, _ = export(Request(run_dir=str(run_dir), format="safetensors"))
+    assert json.loads((folder / "export.json").read_text())["metrics"]["validation"]["loss"] == "NaN"

@@ -384,3 +384,31 @@ def test_loss_of_none_of_several_sets_is_refused_before_the_first_step(tmp_path:
     with pytest.raises(ConfigError, match="early stopping watches 'loss', which no one reports") as found:
         made.fit("1 epoch")
     assert "clean/loss, noisy/loss" in found.value.fix
+
+
+@pytest.mark.parametrize("wrapped", ["the model", "a part of it"])
+def test_model_in_a_wrapper_that_exchanges_by_itself_is_refused(wrapped: str, tmp_path: Path) -> None:
+    """Two reducers would race, and most runs end as if nothing was wrong."""
+
+    class DistributedDataParallel(nn.Module):  # the real one wants a process group
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    inner = DistributedDataParallel(network())
+    with pytest.raises(ConfigError, match="the model is wrapped in DistributedDataParallel") as caught:
+        trainer(tmp_path, model=inner if wrapped == "the model" else nn.Sequential(inner))
+    assert "give the module itself" in caught.value.fix
+    with pytest.raises(ConfigError, match="the model is wrapped in DistributedDataParallel"):
+        mh.Run(models={"net": lambda: inner}, optimizers={}, data=mh.Data(dataset(), batch_size=5), run_dir=tmp_path)
+
+
+def test_validation_that_is_nan_is_said_once(tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    bad = TensorDataset(images * math.nan, labels)
+    stopping = mh.EarlyStopping("loss", patience=3)
+    data = mh.Data(train=dataset(), validation=bad, batch_size=5)
+    result = trainer(tmp_path, data=data, early_stopping=stopping).fit("9 epochs")
+    assert result.reason == "loss has not become better for 3 validations (it is nan)"
+    notes = [line["text"] for line in events(tmp_path, "note") if "never the best" in line["text"]]
+    assert notes == ["the validation of step 4 gives loss nan, which is never the best: see its samples for nan"]

@@ -354,6 +354,7 @@ def test_padding_that_counts_in_the_loss_is_named(tmp_path: Path) -> None:
         data=mh.Data(texts, batch_size=10, shuffle=False, collate=padded),  # type: ignore[arg-type]
         micro_batch_size=3,
     )
-    with pytest.raises(ConfigError, match=r"Collate pads the parts to another length than the batch") as caught:
+    with pytest.raises(ConfigError, match=r"Collate pads the parts of a batch to other lengths") as caught:
         made.fit("2 steps")
-    assert "leave it out of the loss" in caught.value.what
+    assert caught.value.where == "mh.Data(collate=…)"
+    assert "leave padding out of the loss" in caught.value.fix

@@ -168,7 +168,7 @@ class Failure:
         if self.signal:
             return self._told_of_signal(who, rest)
         return ScriptError(
-            f"{who} ended with exit code {self.code}{rest}", where=self.log, fix="its last lines, above, may say why"
+            f"{who} ended with exit code {self.code}{rest}", where=self.log, fix="the last lines of its log may say why"
         )
 
     def _told_of_signal(self, who: str, rest: str) -> ManyhostsError:

@@ -193,6 +193,7 @@ class AfterStep:
     def __init__(self, training: Training, step_reporter: StepReporter, pace: StragglerMonitor | None) -> None:
         parts, settings = training.parts, training.settings
         self.training, self.step_reporter, self.pace = training, step_reporter, pace
+        self.said_nan = False
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.dataset_watch = DatasetWatch(
@@ -305,6 +306,7 @@ class AfterStep:
         state.validated_at, state.validation_due = state.step, False
         schedule.check_watched(state.validation)
         best = self.note_values(state.validation)
+        self.say_nan(state.validation[schedule.best_rule.metric])
         self.call_callbacks("after_validation", values=dict(state.validation))
         training.schedule.after_validation(state.validation[schedule.rule.metric])
         training.emit(
@@ -330,8 +332,17 @@ class AfterStep:
         else:
             state.validations_without_gain += 1
         if self.training.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:
-            state.ended = f"{rule.metric} has not become better for {rule.patience} validations"
+            nan = " (it is nan)" * math.isnan(values[rule.metric])
+            state.ended = f"{rule.metric} has not become better for {rule.patience} validations{nan}"
         return best
+
+    def say_nan(self, value: float) -> None:
+        """Say once that a validation by which the best model is chosen is NaN."""
+        if math.isnan(value) and not self.said_nan:
+            self.said_nan, step = True, self.training.state.step
+            metric = self.training.snapshot_schedule.best_rule.metric
+            text = f"the validation of step {step} gives {metric} nan, which is never the best: see its samples for nan"
+            self.training.emit(Note(text=text, step=step, time=time.time()))
 
     def epoch(self) -> int:
         """The epoch that the last step belongs to."""

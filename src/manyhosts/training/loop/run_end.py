@@ -75,6 +75,7 @@ class RunEnd:
         except Exception as error:
             reported = refusals.explained(error)
             said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            said = f"another worker ended before this one; {said}" if self._training.parts.world.is_broken else said
             self.record("failed", said if reported is None else reported.what)
             raise
         except KeyboardInterrupt:

@@ -35,7 +35,7 @@ from manyhosts.strategies.cut_model import without_graph
 from manyhosts.training.consistency.held_values import HeldValues, differing
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
 from manyhosts.training.loop.compute import ForwardPass, terms_of
-from manyhosts.training.loss_weights.set_draws import HALVES, NotTried, SetDraws
+from manyhosts.training.loss_weights.set_draws import HALVES, Communicates, NotTried, SetDraws
 from manyhosts.training.loss_weights.weighing import Rule, counted, has_ignored, rules_for
 from manyhosts.training.setup.trained_module import collective_forward, model_of
 
@@ -85,6 +85,8 @@ CHANGES_GRADIENTS = "changes gradients"
 """The gradient of a parameter is not the mean of those of the parts, though the loss is."""
 WRITES = "writes"
 """A forward pass changes a buffer, which is none of BatchNorm's."""
+COMMUNICATES = "communicates"
+"""Model, loss or step call a collective of `torch.distributed`."""
 PADS = "pads"
 """`collate` gives a part of a batch another shape for each sample than the batch."""
 IN_CHUNKS = "is called in chunks"
@@ -137,6 +139,9 @@ def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = 
                 with suppress(Exception), _shown(look, double=True) as module:
                     Comparison(look, module, exact, double=True).run(count, make, rule)
                     seen = exact  # else something is made in float32, and does not go with float64
+        except Communicates as call:
+            seen.findings[COMMUNICATES] = str(call)
+            seen.because = f"it calls torch.distributed ({call})"
         except Exception as error:
             # Where workers exchange something, collectives would not match; a loss that differentiates itself fails
             # alike on all of them.

@@ -29,12 +29,15 @@ _SOON = (10, 100)
 """Steps that are looked at besides every `look_every`-th."""
 
 KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
-_PADS = (
-    ". Collate pads the parts to another length than the batch, so padding counts: leave it out of the loss (a mask, "
-    "ignore_index), or pad all samples to one length"
-)
 _OR_ELSE = 'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"'
 _FIXES = {
+    comparison.COMMUNICATES: (
+        "the script itself calls a collective of torch.distributed ({}) in a forward pass; of these a worker has one "
+        "for each piece of a batch, and others may have more or fewer",
+        'leave it out: return {"loss": loss, "name": value} from step, and the mean over all workers is logged; sums '
+        "over the entire batch are for mh.Run (run.gather); or "
+        'where each worker calls it equally often, say weight="samples"',
+    ),
     comparison.IN_CHUNKS: (
         "the BatchNorm {!r} is called several times in a forward pass, with a part of the samples each time: over "
         "several workers others would meet in a call, and a worker with fewer calls would leave the others waiting",
@@ -51,6 +54,11 @@ _FIXES = {
         KEPT + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
         "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
         f"buffer, and sum over the workers what goes into it; or {_OR_ELSE}",
+    ),
+    comparison.PADS: (
+        "{}. Collate pads the parts of a batch to other lengths than the batch, so padding counts",
+        "leave padding out of the loss (a mask, ignore_index) and of what the model adds up over a text, or pad all "
+        f"samples to one length in collate; or {_OR_ELSE}",
     ),
     "mixes samples": (
         "{}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
@@ -153,16 +161,21 @@ class LossWeights:
         keeps = seen.findings.get(comparison.KEEPS)
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
         what += f": {seen.values}, so it depends on how a batch is cut{seen.findings.get(comparison.WRITES, '')}"
-        what += _PADS * bool(seen.findings.get(comparison.PADS))
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
-        wrong = {**seen.findings, "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong}
+        pads = bool(seen.findings.get(comparison.PADS)) and not is_mean and (known or guessed_wrong)
+        wrong = {
+            **seen.findings, comparison.PADS: what * pads,
+            "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong,
+        }  # fmt: skip
         if not isinstance(parts.batch_norm, GlobalBatch):
             wrong[comparison.IN_CHUNKS] = ""
         self.moves = seen.because == comparison.OTHER_AGAIN
         for kind, (text, fix) in _FIXES.items() if self.cuts else ():
             if found_in := wrong.get(kind):
                 of_loss = "loss" if parts.compute.step is None else "step"
-                where = f"mh.Trainer({of_loss if kind == 'is no mean' else 'model'}=…)"
+                in_loss = kind in ("is no mean", comparison.COMMUNICATES)
+                where = f"mh.Trainer({of_loss if in_loss else 'model'}=…)"
+                where = "mh.Data(collate=…)" if kind == comparison.PADS else where
                 raise ConfigError(text.format(found_in), where=where, fix=fix)
         if keeps and self.cuts:
             seen.because = seen.because or f"{KEPT.format(keeps)}, and what it changes later is not known"

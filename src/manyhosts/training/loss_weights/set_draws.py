@@ -50,8 +50,11 @@ class SetDraws(TorchDispatchMode):
 
         Raises:
             NotTried: it would change a tensor that is there before, and will be afterwards.
+            Communicates: it exchanges something with other workers, which may not look at as many pieces.
         """
         given, own = kwargs or {}, self._own
+        if own is not None and func.namespace == "c10d":
+            raise Communicates(str(func._schema.name).removeprefix("c10d::").strip("_"))
         if own is not None and func._schema.is_mutable:
             named, arguments = _by_name(func, args, given), func._schema.arguments
             written = [named[each.name] for each in arguments if each.alias_info and each.alias_info.is_write]
@@ -97,6 +100,10 @@ class SetDraws(TorchDispatchMode):
 
 class NotTried(Exception):
     """Why a look cannot be tried, in words."""
+
+
+class Communicates(Exception):
+    """Which collective of `torch.distributed` the script's own code calls in a forward pass."""
 
 
 def _memory(tensor: Tensor) -> int:

@@ -193,6 +193,10 @@ def choose_kernels(settings: Settings, world: World) -> None:
         torch.use_deterministic_algorithms(True)  # an operation that cannot keep the promise of bits raises
 
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Of PyTorch: what they do to gradients would be done once more, in an order of their own."""
+
+
 def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
     """The model itself; one that is yet to be made is made under the run's seed, the same on every worker.
 
@@ -209,6 +213,13 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
             where="mh.Trainer(model=…)",
             fix="give a module, or a callable that makes one",
         )
+    for each in model.modules():
+        if wrapper := next((kind.__name__ for kind in type(each).__mro__ if kind.__name__ in _WRAPPERS), ""):
+            raise ConfigError(
+                f"the model is wrapped in {wrapper}, which exchanges gradients or parts by itself",
+                where="mh.Trainer(model=…), or mh.Run(models=…)",
+                fix="give the module itself: how workers share its training is said by strategy=, as in mh.FSDP()",
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "the model has no parameter that could be trained",

@@ -198,7 +198,8 @@ def _middle(starts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         name: statistics.mean(each[name] for each in starts)
         for name, value in starts[0].items() if isinstance(value, float)
     }  # fmt: skip
-    return {**starts[0], **means, "steps": steps}
+    full_step_s = means["full_step_s"] if all(each["full_step_s"] for each in starts) else 0.0
+    return {**starts[0], **means, "steps": steps, "full_step_s": full_step_s}
 
 
 def _slower(said: Mapping[str, Any], measured: Measured, *, at_once: int) -> float:

@@ -117,3 +117,32 @@ def test_torch_stays_loaded_on_named_hosts_from_one_start_to_the_next(
     measure_on_hosts(replace(asked(), nodes=(1, 2, 4), folder=Path("/tmp")), where, lambda _: None)
     warm = bool(hosts)
     assert starts == [(1, warm, 30.0), (4, warm, 30.0), (2, warm, 0.1)]
+
+
+class Lottery(Hosts):
+    """Another start of the same workers finds the cores otherwise."""
+
+    starts = 0
+
+    def __call__(self, request: Request, nodes: int, workers_per_node: int) -> Told:
+        reported = super().__call__(request, nodes, workers_per_node)
+        if request.together:
+            self.starts += 1
+            said = reported.by_kind["together"]
+            said["steps"] = {"none": 1.0, "powersgd": 3.0} if self.starts == 1 else {"none": 2.0}
+            said["full_step_s"] = 7.0 if self.starts == 1 else 0.0
+            self.seconds = request.seconds
+        return reported
+
+
+def test_workers_of_one_machine_are_started_twice_and_the_mean_is_taken() -> None:
+    start = Lottery(1, ALONE_S)
+    found = collect(asked(workers=(1, 2), workers_per_node=(1, 2)), start)
+    assert start.starts == 2
+    [tried] = found.measured.tried
+    assert tried.steps == {"none": 1.5}, "what both had time for"
+    assert tried.full_step_s == 0.0
+    once = Lottery(1, ALONE_S)
+    collect(asked(workers=(1, 4)), once, between=True)
+    assert once.starts == 1, "hosts take too long to start"
+    assert start.seconds == pytest.approx(once.seconds / 2)

@@ -218,7 +218,7 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
             raise ConfigError(
                 f"the model is wrapped in {wrapper}, which exchanges gradients or parts by itself",
                 where="mh.Trainer(model=…), or mh.Run(models=…)",
-                fix="give the module itself: how workers share its training is said by strategy=, as in mh.FSDP()",
+                fix="give the module itself: how workers share its training is said by strategy=",
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     ("cause", "steps", "named"),
     [
-        ("worker", 20, "straggler"),
+        ("worker", 40, "straggler"),
         *(
             pytest.param(cause, 40, named, marks=pytest.mark.slow)
             for cause, named in {

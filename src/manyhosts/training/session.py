@@ -48,7 +48,7 @@ from manyhosts.training.setup import trained_module
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
 from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
 from manyhosts.training.setup.parameter_groups import MakeOptimizer
-from manyhosts.training.setup.run_place import RunPlace
+from manyhosts.training.setup.run_place import RunPlace, unread_options
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.sharded_state import full_state
 from manyhosts.training.state.weights import Used, best_model, frozen, holding, load_initial
@@ -155,6 +155,8 @@ class Session:
         self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, options.get("run_dir"))
+        if not self._is_launched and self._place.number == 1:
+            self.world.notes += [text] if (text := unread_options(self._place.script)) else []
         if self._place.number > 1:
             gc.collect()  # a trainer that is gone held a model, and its parts refer to each other
         self._run: Fit | None = None

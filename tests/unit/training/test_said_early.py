@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,30 @@ def test_batch_that_is_larger_than_the_train_set_is_said(samples: int, is_said: 
     trainer.fit("1 epoch")
     reported = [line["text"] for line in events(tmp_path, "note")]
     assert ("the train set has 6 samples, and a batch 8: an epoch is one step of all of it" in reported) == is_said
+
+
+PLAIN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import manyhosts as mh
+mh.Trainer(
+    model=lambda: nn.Linear(2, 1), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    data=mh.Data(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4), run_dir="run",
+).fit("2 steps")
+"""
+
+
+@pytest.mark.parametrize(("reads", "said"), [("", True), ("import argparse\n", False)], ids=["no", "yes"])
+def test_options_of_run_after_a_script_that_reads_none_are_said_to_have_no_effect(
+    reads: str, said: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(reads + PLAIN)
+    words = ["train.py", "--workers", "2", "--set", "lr=0.5"]
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    notes = [line["text"] for line in events(tmp_path / "run", "note")]
+    expected = (
+        "--workers, --set had no effect, for train.py reads no arguments; to have it, type: "
+        "manyhosts run --workers 2 --set lr=0.5 train.py"
+    )
+    assert notes == [expected] * said

@@ -193,7 +193,7 @@ def choose_kernels(settings: Settings, world: World) -> None:
         torch.use_deterministic_algorithms(True)  # an operation that cannot keep the promise of bits raises
 
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Of PyTorch: what they do to gradients would be done once more, in an order of their own."""
 
 
@@ -213,13 +213,18 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
             where="mh.Trainer(model=…)",
             fix="give a module, or a callable that makes one",
         )
-    for each in model.modules():
-        if wrapper := next((kind.__name__ for kind in type(each).__mro__ if kind.__name__ in _WRAPPERS), ""):
-            raise ConfigError(
-                f"the model is wrapped in {wrapper}, which exchanges gradients or parts by itself",
-                where="mh.Trainer(model=…), or mh.Run(models=…)",
-                fix="give the module itself: how workers share its training is said by strategy=",
-            )
+    for kind in {kind.__name__ for each in model.modules() for kind in type(each).__mro__} & {*_WRAPPERS}:
+        raise ConfigError(
+            f"the model is wrapped in {kind}, which exchanges gradients or parts by itself",
+            where="mh.Trainer(model=…), or mh.Run(models=…)",
+            fix="give the module itself: how workers share its training is said by strategy=",
+        )
+    if any(kind.__name__ == "FSDPModule" for each in model.modules() for kind in type(each).__mro__):
+        raise ConfigError(
+            "the model is in parts already, by PyTorch's fully_shard or by an earlier trainer",
+            where="mh.Trainer(model=…), or mh.Run(models=…)",
+            fix="make a new one, model=lambda: Net(); init_from= gives it the weights of an earlier run",
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "the model has no parameter that could be trained",

@@ -135,11 +135,11 @@ def measure(
     for kind in (each for each in kinds if each not in there):
         tries: list[list[dict[str, Any]]] = []
         while len(tries) < TRIES and (not tries or unsteady(tries[-1]) > STEADY):
-            tries.append([line for lines in of_kind(place, kind, seconds=seconds, steps=steps) for line in lines])
+            tries.append(list(of_kind(place, kind, seconds=seconds, steps=steps)))
         yield min(tries, key=unsteady)
 
 
-def of_kind(place: Place, kind: str, *, seconds: float, steps: int) -> Iterator[list[dict[str, Any]]]:
+def of_kind(place: Place, kind: str, *, seconds: float, steps: int) -> Iterator[dict[str, Any]]:
     """What each start gives, with the times of the fixed computation before and after it."""
     common = {"kind": kind, "link": place.link, "settle": SETTLE, "recorded": {**origin(), "torch": torch.__version__}}
     common["asked"] = stamp(seconds=seconds, steps=steps)
@@ -149,17 +149,17 @@ def of_kind(place: Place, kind: str, *, seconds: float, steps: int) -> Iterator[
         fixed.append(fixed_seconds())
         return {"load": load, "fixed": fixed[-2:]}
 
-    def trainings(moment: str) -> Iterator[list[dict[str, Any]]]:
+    def trainings(moment: str) -> Iterator[dict[str, Any]]:
         for workers in (1, *LINKS[place.link]):
             load = os.getloadavg()[0]
             found = place.train([kind], workers, steps)
             more = {**common, **condition(load), "workers": workers, "moment": moment}
-            yield [{**more, "compression": line["compression"], "steps": line["seconds"]} for line in found]
+            yield from ({**more, "compression": line["compression"], "steps": line["seconds"]} for line in found)
 
     yield from trainings("before")
     load = os.getloadavg()[0]
     plan, took = place.plan(kind, seconds)
-    yield [{**common, **condition(load), "plan": kept(plan), "plan_seconds": round(took, 1)}]
+    yield {**common, **condition(load), "plan": kept(plan), "plan_seconds": round(took, 1)}
     yield from trainings("after")
 
 

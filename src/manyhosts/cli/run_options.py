@@ -208,8 +208,7 @@ def _meant(name: str, value: str) -> list[str] | None:
     key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
     if not name.startswith("-") or key not in overrides.known_keys():
         return None
-    value = overrides.PRECISIONS.get(value, value) if key == "precision" else value
-    return ["--set", f"{key}={form.format(value or 'VALUE')}"]
+    return ["--set", f"{key}={form.format(overrides.in_our_words(key, value) or 'VALUE')}"]
 
 
 _READERS = (

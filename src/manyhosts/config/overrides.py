@@ -152,12 +152,21 @@ def _called(key: str, value: str) -> str:
     return f"write --set {written.format(value if _AMOUNT.fullmatch(value) else example)}; "
 
 
-PRECISIONS = {
-    **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16"), "bf16"),
-    **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), "fp16"),
-    **dict.fromkeys(("no", "32", "32-true", "float32"), "fp32"),
+_VALUES = {
+    "precision": {
+        **dict.fromkeys(("bf16-mixed", "bf16-true", "bfloat16"), "bf16"),
+        **dict.fromkeys(("16", "16-mixed", "16-true", "float16", "half"), "fp16"),
+        **dict.fromkeys(("no", "32", "32-true", "float32"), "fp32"),
+    }
 }
-"""What other programs call a precision, and how it is written here."""
+"""What other programs call a value of a setting, and how it is written here."""
+
+
+def in_our_words(key: str, text: str) -> str:
+    """`text` as it is written here, where other programs write a value of `key` so."""
+    return _VALUES.get(key, {}).get(text, text)
+
+
 _AMOUNT = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 
 
@@ -191,8 +200,7 @@ def _check_word(text: str, kind: Any, key: str) -> None:
     if not words or any(not typing.get_args(member) and member is not types.NoneType for member in members):
         return
     if text not in words and not (may_be_none and text.lower() == "none"):
-        meant = f"did you mean {PRECISIONS[text]!r}? " if key == "precision" and text in PRECISIONS else ""
-        fix = f"{meant or nearest(text, words)}known: {', '.join(map(str, words))}"
+        fix = f"{nearest(in_our_words(key, text), words)}known: {', '.join(map(str, words))}"
         raise ConfigError(f"{key} is {text!r}", fix=fix)
 
 

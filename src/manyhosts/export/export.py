@@ -151,7 +151,8 @@ def _moments(specs: Sequence[TensorSpec], rows: Sequence[tuple[Tensor, ...]]) ->
     found = {}
     for place, spec in enumerate(specs):
         values = torch.cat([row[place].detach().double().cpu().reshape(-1) for row in rows])
-        values = values[values.isfinite()] if bool(values.isfinite().any()) else torch.zeros(1)
+        finite = values[values.isfinite()]
+        values = finite if len(finite) else torch.zeros(1)
         found[spec.name] = {"mean": float(values.mean()), "deviation": float(values.std(correction=0))}
     return found
 

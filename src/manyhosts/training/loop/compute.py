@@ -186,7 +186,8 @@ _BY_CLASS = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}
 
 def _of_pytorch(loss: Loss) -> str:
     """The name of a loss of PyTorch's own; empty for one that the user wrote, which may take what it likes."""
-    own: Any = getattr(loss, "func", loss)  # what functools.partial calls
+    # A module is asked for no attribute that it lacks: it would search all that it has, in each forward pass.
+    own: Any = type(loss) if isinstance(loss, nn.Module) else getattr(loss, "func", loss)  # what a partial calls
     own = own if hasattr(own, "__name__") else type(own)
     return str(own.__name__) if own.__module__ in ("torch.nn.modules.loss", "torch.nn.functional") else ""
 

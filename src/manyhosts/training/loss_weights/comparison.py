@@ -253,7 +253,7 @@ class Comparison:
             full = self._full(batch := make(0, count), count)
             parts = [make(0, cut), make(cut, count)]
             if other := _of_samples(parts) - _of_samples(batch):
-                self.seen.findings[PADS] = f"{min(other)}"
+                self.seen.findings[PADS] = str(min(other))
             losses = self._losses(full, make(0, count), parts)
             if self.draws.left:
                 raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")

@@ -162,7 +162,7 @@ class LossWeights:
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
         what += f": {seen.values}, so it depends on how a batch is cut{seen.findings.get(comparison.WRITES, '')}"
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
-        pads = bool(seen.findings.get(comparison.PADS)) and not is_mean and (known or guessed_wrong)
+        pads = not (is_mean or given) and bool(seen.findings.get(comparison.PADS))
         wrong = {
             **seen.findings, comparison.PADS: what * pads,
             "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong,
@@ -172,11 +172,13 @@ class LossWeights:
         self.moves = seen.because == comparison.OTHER_AGAIN
         for kind, (text, fix) in _FIXES.items() if self.cuts else ():
             if found_in := wrong.get(kind):
-                of_loss = "loss" if parts.compute.step is None else "step"
-                in_loss = kind in ("is no mean", comparison.COMMUNICATES)
-                where = f"mh.Trainer({of_loss if in_loss else 'model'}=…)"
-                where = "mh.Data(collate=…)" if kind == comparison.PADS else where
-                raise ConfigError(text.format(found_in), where=where, fix=fix)
+                of_loss = f"mh.Trainer({'loss' if parts.compute.step is None else 'step'}=…)"
+                places = {
+                    "is no mean": of_loss,
+                    comparison.COMMUNICATES: of_loss,
+                    comparison.PADS: "mh.Data(collate=…)",
+                }
+                raise ConfigError(text.format(found_in), where=places.get(kind, "mh.Trainer(model=…)"), fix=fix)
         if keeps and self.cuts:
             seen.because = seen.because or f"{KEPT.format(keeps)}, and what it changes later is not known"
         elif keeps:

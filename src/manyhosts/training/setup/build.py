@@ -49,6 +49,7 @@ from manyhosts.training.setup.model_checks import (
     check_optimizer,
     check_sparse,
     check_tensors,
+    check_unwrapped,
     complete,
     hooked,
     is_lazy,
@@ -193,10 +194,6 @@ def choose_kernels(settings: Settings, world: World) -> None:
         torch.use_deterministic_algorithms(True)  # an operation that cannot keep the promise of bits raises
 
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-"""Of PyTorch: what they do to gradients would be done once more, in an order of their own."""
-
-
 def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
     """The model itself; one that is yet to be made is made under the run's seed, the same on every worker.
 
@@ -213,18 +210,7 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
             where="mh.Trainer(model=…)",
             fix="give a module, or a callable that makes one",
         )
-    for kind in {kind.__name__ for each in model.modules() for kind in type(each).__mro__} & {*_WRAPPERS}:
-        raise ConfigError(
-            f"the model is wrapped in {kind}, which exchanges gradients or parts by itself",
-            where="mh.Trainer(model=…), or mh.Run(models=…)",
-            fix="give the module itself: how workers share its training is said by strategy=",
-        )
-    if any(kind.__name__ == "FSDPModule" for each in model.modules() for kind in type(each).__mro__):
-        raise ConfigError(
-            "the model is in parts already, by PyTorch's fully_shard or by an earlier trainer",
-            where="mh.Trainer(model=…), or mh.Run(models=…)",
-            fix="make a new one, model=lambda: Net(); init_from= gives it the weights of an earlier run",
-        )
+    check_unwrapped(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             "the model has no parameter that could be trained",

@@ -116,6 +116,32 @@ def _see_that_called(*, model: Any, **others: Any) -> None:
             )
 
 
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+"""Of PyTorch: what they do to gradients would be done once more, in an order of their own."""
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """See that nothing in `model` exchanges gradients or parts by itself.
+
+    Raises:
+        ConfigError: a module does.
+    """
+    kinds = {kind.__name__ for each in model.modules() for kind in type(each).__mro__}
+    where = "mh.Trainer(model=…), or mh.Run(models=…)"
+    if wrappers := sorted(kinds & _WRAPPERS):
+        raise ConfigError(
+            f"the model is wrapped in {wrappers[0]}, which exchanges gradients or parts by itself",
+            where=where,
+            fix="give the module itself: how workers share its training is said by strategy=",
+        )
+    if "FSDPModule" in kinds:
+        raise ConfigError(
+            "the model is in parts already, by PyTorch's fully_shard or by an earlier trainer",
+            where=where,
+            fix="make a new one, model=lambda: Net(); init_from= gives it the weights of an earlier run",
+        )
+
+
 def with_direction(settings: Settings, data: Data, metrics: Mapping[str, Any]) -> Settings:
     """`settings` in which early stopping, and the choice of the best model, know which way their metric is better.
 

@@ -81,7 +81,8 @@ def _fix(error: click.ClickException, verb: str) -> str:
         # Two dashes make any two short words alike.
         typed = error.option_name.strip("-")
         near = [each for each in error.possibilities or () if nearest(each.strip("-"), [typed])]
-        own = "; options of the script itself go after it" * path.endswith(" run")
+        own = {"manyhosts run": "; options of the script itself go after it"}.get(path, "")
+        own = own or "; options go after the verb, as in `manyhosts run --workers 2 train.py`" * (" " not in path)
         return f"{_with_two_dashes(error) or nearest(error.option_name, near)}{lists}{own}"
     parameter = getattr(error, "param", None)
     if isinstance(error, click.MissingParameter) and isinstance(parameter, click.Argument):
@@ -192,6 +193,8 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
+    if words[1:] == ["help"] and words[0] in VERBS:
+        words = [words[0], "--help"]
     if words == ["version"]:
         words = ["--version"]
     try:

@@ -27,7 +27,7 @@ from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import background, named_runs, scripts
+from manyhosts.launchers import background, named_runs, script_imports, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
@@ -412,13 +412,13 @@ def _after_the_script(words: Mapping[str, Any]) -> list[str]:
     if not found:
         if not is_readable or not scripts.uses_manyhosts(words["script"], kind):
             return []
-        if run_options.reads_arguments(path, root):
+        if script_imports.reads_arguments(path, root):
             return []
         typed = shlex.join(words["arguments"])
         advice = "settings are changed before the script, as in --set lr=0.01 (--set help lists them)"
         return [f"{words['script']} does not read its arguments, so {typed} has no effect; {advice}"]
     if is_readable:
-        unread = run_options.unread(found, ours, path, root)
+        unread = script_imports.unread(found, ours, path, root)
         if unread:
             misplaced = list(words["arguments"])
             script = [*(["-m"] if kind == "module" else []), words["script"]]

@@ -9,7 +9,6 @@ the run would have another size than was asked for: that is refused.
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +22,6 @@ from manyhosts.config import metrics_port, overrides, profile
 from manyhosts.config.metrics_port import MetricsPort
 from manyhosts.config.profile import ProfileRequest
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import script_imports
 
 _WITH_VALUE = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--max-restarts", "--local-ranks-filter"),
@@ -209,46 +207,6 @@ def _meant(name: str, value: str) -> list[str] | None:
     if not name.startswith("-") or key not in overrides.known_keys():
         return None
     return ["--set", f"{key}={form.format(overrides.in_our_words(key, value) or 'VALUE')}"]
-
-
-_READERS = (
-    *("argparse", "optparse", "getopt", "click", "typer", "fire", "absl", "hydra", "docopt", "tyro", "jsonargparse"),
-    *("simple_parsing", "tap", "omegaconf", "lightning", "pytorch_lightning", "transformers", "accelerate", "runpy"),
-)
-
-
-def reads_arguments(script: Path, root: Path) -> bool:
-    """Whether `script`, or a module of its own, may read the arguments after it on the command line."""
-    any_tree = False
-    for tree in script_imports.trees(script, root):
-        any_tree = True
-        for node in ast.walk(tree):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom):
-                names.append(node.module or "")
-            if any(name.partition(".")[0] in _READERS for name in names):
-                return True
-            if (isinstance(node, ast.Attribute) and node.attr in ("argv", "orig_argv")) or "argv" in names:
-                return True
-    return not any_tree
-
-
-def unread(arguments: Sequence[str], ours: Collection[str], script: Path, root: Path) -> list[str]:
-    """The options of ours among the script's arguments that neither the script nor its own modules name."""
-    found = [name for word in arguments if (name := word.partition("=")[0]) in ours]
-    if not found:
-        return []
-    named: set[str] = set()
-    for tree in script_imports.trees(script, root):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named |= {word.strip("\"',;:.()[]`=").partition("=")[0] for word in node.value.split()}
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                named.add(f"--{node.target.id}")  # a field of arguments that are a dataclass
-            elif isinstance(node, ast.arg):
-                named.add(f"--{node.arg}")  # click, typer and fire make options of a function's arguments
-    named |= {name.replace("_", "-") for name in named}
-    return [name for name in found if name not in named]
 
 
 OPTION_OF = {profile.VARIABLE: "--profile", metrics_port.VARIABLE: "--metrics-port"}

@@ -137,8 +137,9 @@ class Experimented:
             return Cause(
                 "loss is no mean",
                 "the loss of a batch is not the mean of the losses of its samples (weights of classes, tokens that do"
-                " not count, samples that are compared with each other)",
-                "say what a piece counts with Trainer(weight=…); a loss over pairs of samples has no such weight",
+                " not count, padding that does, samples that are compared with each other)",
+                "say what a piece counts with Trainer(weight=…), or leave padding out; a loss over pairs of samples"
+                " has no such weight",
                 seen,
             )
         return None

@@ -47,6 +47,11 @@ def test_group_without_its_verb_shows_its_help(capsys: pytest.CaptureFixture[str
     assert (said.out + said.err).startswith("Usage: manyhosts snapshots")
 
 
+def test_help_is_given_after_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "help"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: manyhosts run")
+
+
 WRONG = [
     (["rnu"], "there is no verb 'rnu'. did you mean 'run'?"),
     (["train.py", "--workers", "2"], "write manyhosts run train.py --workers 2"),
@@ -60,6 +65,7 @@ WRONG = [
         ["run", "--hidden", "6", "x.py"],
         "lists what it takes; options of the script itself go after it",
     ),
+    (["--workers", "2", "run", "x.py"], "options go after the verb, as in `manyhosts run --workers 2 train.py`"),
     (["logs", "last", "--rank", "1"], "  fix:   `manyhosts logs --help` lists what it takes"),
     (["run", "--workrs", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),
     (["run", "-workers", "2", "x.py"], "  fix:   did you mean '--workers'? `manyhosts run --help`"),

@@ -125,6 +125,18 @@ def test_batch_that_is_larger_than_the_train_set_is_said(samples: int, is_said: 
     assert ("the train set has 6 samples, and a batch 8: an epoch is one step of all of it" in reported) == is_said
 
 
+@pytest.mark.parametrize(("warmup", "is_said"), [("4 steps", True), ("3 steps", False)])
+def test_warm_up_that_is_longer_than_the_run_is_said(warmup: str, is_said: bool, tmp_path: Path) -> None:
+    trainer = mh.Trainer(
+        model=nn.Linear(6, 2), loss=nn.MSELoss(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(train=TensorDataset(torch.randn(8, 6), torch.randn(8, 2)), batch_size=8),
+        warmup=warmup, run_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit("3 epochs")
+    text = "the warm-up takes 4 steps and the run 3: the learning rate never comes to its full value"
+    assert (text in [line["text"] for line in events(tmp_path, "note")]) == is_said
+
+
 PLAIN = """
 import torch
 from torch import nn

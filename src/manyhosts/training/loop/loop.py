@@ -138,7 +138,8 @@ class StepReporter:
             what = f"each of the {len(self.left_out)} steps was left out, so no weight has changed"
             raise self._end(what, f"steps {min(self.left_out)} to {max(self.left_out)}")
         if self.left_out:
-            text = f"{len(self.left_out)} steps were left out of the {self.training.state.step} until here"
+            how_many = f"{len(self.left_out)} steps were" if len(self.left_out) > 1 else "1 step was"
+            text = f"{how_many} left out of the {self.training.state.step} until here"
             self.training.emit(Note(text=text, step=self.training.state.step, time=time.time()))
 
     def _not_finite(self) -> str:

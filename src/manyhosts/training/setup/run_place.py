@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.errors import ManyhostsError
+from manyhosts.launchers import script_imports
 from manyhosts.records.run_directory import SEPARATE_DISKS, UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhosts.snapshot.separate_disks import own_disk
 from manyhosts.training.consistency.same_given import compare_run_dirs
@@ -93,23 +92,19 @@ def add_command(error: BaseException, command: str) -> None:
 
 
 _OF_RUN = {"--workers", "--workers-per-node", "--nodes", "--hosts", "--set", "--on", "--resume", "--run-dir"}
-_READS = re.compile(r"argv|[Aa]rg_?[Pp]arse|parse_args|click|typer|fire|hydra|absl|docopt|tyro|CLI\b")
 
 
 def unread_options(script: Path) -> str:
-    """What to say of options of `manyhosts run` that were typed after a script which no one launched, and which seems
-    to read none, by its own text and that of the modules next to it; empty where there are none.
+    """What to say of options of `manyhosts run` that were typed after a script which no one launched, and which reads
+    none; empty where there are none.
     """
     ours = [name for word in sys.argv[1:] if (name := word.partition("=")[0]) in _OF_RUN]
     if not ours or "TORCHELASTIC_RUN_ID" in os.environ or not _is_command():
         return ""
-    files = [Path(str(getattr(each, "__file__", None))) for each in list(sys.modules.values())]
-    own = {path for path in files if path.parent == script.parent.absolute() and path.suffix == ".py"}
-    with suppress(OSError, ValueError):
-        if not any(_READS.search(path.read_text()) for path in {script, *own}):
-            words = shlex.join(["manyhosts", "run", *sys.argv[1:], script.name])
-            return f"{', '.join(ours)} had no effect, for {script.name} reads no arguments; to have it, type: {words}"
-    return ""
+    if script_imports.reads_arguments(script, script.absolute().parent):
+        return ""
+    words = shlex.join(["manyhosts", "run", *sys.argv[1:], script.name])
+    return f"{', '.join(ours)} had no effect, for {script.name} reads no arguments; to have it, type: {words}"
 
 
 def _is_command() -> bool:

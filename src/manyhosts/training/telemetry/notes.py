@@ -66,6 +66,7 @@ def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list
                 f"BatchNorm ({layers[0]!r}) sees micro-batches and not the entire batch, so micro_batch_size={most} "
                 "changes the model"
             )
+    found += about_warm_up(training)
     if about_rate := parts.strategy.about_rate(parts.optimizer):
         found.append(about_rate)
     found += about_loss(parts, why_not_survive)
@@ -86,6 +87,15 @@ def about_loss(parts: Parts, why_not_survive: str) -> list[str]:
         f"the model is in {parts.strategy.mesh.size('replicate')} copies of {layout.parts} workers: if a worker is "
         "lost, training continues in the other copies, and its own waits for the worker that takes its place"
     ]
+
+
+def about_warm_up(training: Training) -> list[str]:
+    """That it is longer than the run."""
+    warmup, per_epoch = training.parts.warmup.steps, training.parts.source.steps_per_epoch
+    steps = total_steps(training.limit, per_epoch, training.now())
+    if steps is None or warmup <= steps:
+        return []
+    return [f"the warm-up takes {warmup} steps and the run {steps}: the learning rate never comes to its full value"]
 
 
 def about_batch(parts: Parts) -> list[str]:

@@ -10,6 +10,8 @@ from itertools import groupby
 from manyhosts.errors import TRACE
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DECORATORS = os.path.join("torch", "utils", "_contextlib.py")
+"""Of PyTorch: what stands around functions of ours that run without gradients."""
 _FOLDED = "<manyhosts>"
 _LINE = re.compile(rf'^(.*)File "{_FOLDED}", line (\d+), in (.*)$', re.MULTILINE)
 
@@ -45,4 +47,4 @@ def _fold(reported: traceback.TracebackException | None) -> None:
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_PACKAGE)
+    return frame.filename.startswith(_PACKAGE) or frame.filename.endswith(_DECORATORS)

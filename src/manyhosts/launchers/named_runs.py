@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -123,6 +125,14 @@ def keep_interruption(run_dir: Path, *, interrupted: bool) -> None:
 def was_interrupted(run_dir: Path) -> bool:
     """Whether somebody ended the run in `run_dir`, as `keep_interruption` has it."""
     return RunDirectory(run_dir).interruption.exists()
+
+
+def keep_failure(run_dir: Path, what: str) -> None:
+    """Leave how a script failed that no one launched, and that had not begun to train, as an agent leaves it."""
+    logs = RunDirectory(run_dir).logs
+    with contextlib.suppress(OSError):
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{socket.gethostname()}-0-error-0.json").write_text(json.dumps({"message": {"message": what}}))
 
 
 def failed_early(run_dir: Path) -> str:

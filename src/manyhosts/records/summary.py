@@ -119,6 +119,8 @@ class Story:
 
     def __init__(self) -> None:
         self.start: Line = {}
+        self.trained: Line = {}
+        """The last start after which there was a step."""
         self.end: Line = {}
         self.validation: Line = {}
         self.best_validation: Line = {}
@@ -181,7 +183,7 @@ class Story:
             lr=max(self.lrs, default=None),
             steps=end.get("step", self.last_step),
             epochs=len(self.finished),
-            steps_per_epoch=self.start.get("steps_per_epoch"),
+            steps_per_epoch=(self.trained or self.start).get("steps_per_epoch"),
             samples_per_second=_ratio(sum(self.samples), sum(self.totals)),
             epoch_seconds=[round(self.seconds_of[epoch], 6) for epoch in self.finished],
             step_seconds=self.step_seconds(),
@@ -199,7 +201,7 @@ class Story:
         )
 
     def _step(self, line: Line) -> None:
-        self.last_step = line["step"]
+        self.last_step, self.trained = line["step"], self.start
         if self.end:  # by the worker that was left, which had come farther than the rank 0 that reported the end
             self.end = {**self.end, "step": line["step"], "weights_sha256": ""}
         self.totals.append(line["seconds"])

@@ -19,8 +19,9 @@ from manyhosts.config import profile
 from manyhosts.config.settings import Settings
 from manyhosts.elastic.rendezvous import NoWorkerHasState, Rendezvous
 from manyhosts.elastic.session import CollectiveCalls
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, first_line
 from manyhosts.events import Listener, Note, Recovered
+from manyhosts.launchers.named_runs import keep_failure
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
@@ -364,6 +365,8 @@ class Fit:
             self.calls.fail()
             if self.world.is_rank_0:
                 add_command(error, self.go_on_with)
+                if self.go_on_with and isinstance(error, Exception) and not self.directory.run_json.exists():
+                    keep_failure(self.directory.path, f"{type(error).__name__}: {first_line(error)}")
             raise
         finally:
             if self.training.profiling is not None:

@@ -142,7 +142,14 @@ class Session:
         self._report("trainer")
         metrics, listeners = options.get("metrics"), options.get("listeners", ())
         check_given(
-            model=model, data=data, loss=loss, step=step, schedule=schedule, metrics=metrics, listeners=listeners
+            model=model,
+            data=data,
+            loss=loss,
+            step=step,
+            optimizer=optimizer,
+            schedule=schedule,
+            metrics=metrics,
+            listeners=listeners,
         )
         self.settings = settings_of(data, options)
         self.data = data

@@ -351,6 +351,18 @@ def test_finished_run_keeps_the_record_of_what_trained_it(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "run.json").read_text())["settings"]["clip_gradients"] == 1.0
 
 
+def test_finished_run_keeps_its_best_model_and_its_summary(tmp_path: Path) -> None:
+    """Also where the best model is that of the last step, which a run that is asked again has just validated."""
+    pictures = TensorDataset(*images_and_labels(40))
+    trainer(tmp_path, data=mh.Data(train=pictures, validation=pictures, batch_size=10)).fit("2 epochs")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "best").iterdir()}
+    assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 8, "the last one must be the best"
+    other = mh.Data(train=pictures, validation=pictures, batch_size=20)
+    assert trainer(tmp_path, data=other, clip_gradients=1.0).fit("2 epochs").steps == 8
+    assert {path.name: path.read_bytes() for path in (tmp_path / "best").iterdir()} == kept
+    assert json.loads((tmp_path / "summary.json").read_text())["steps_per_epoch"] == 4
+
+
 def test_second_fit_counts_what_is_done(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.fit("1 epoch")

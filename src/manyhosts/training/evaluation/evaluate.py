@@ -198,13 +198,27 @@ class Evaluation:
         """The values of one batch, and what metrics want to see of it."""
         with self.passes.context():
             if self.step is not None:
-                result = self.step(model, batch)
+                result = self._of_step(model, batch)
                 return step_values(result), *(_for_metrics(result) if self.metrics.all else (None, None))
             assert self.loss is not None, "a trainer has either a loss or a step"
             inputs, targets = pair(batch)
             outputs = model(inputs)
             values = {"loss": loss_of(self.loss, outputs, targets)}
         return values, outputs, targets
+
+    def _of_step(self, model: nn.Module, batch: Any) -> Any:
+        assert self.step is not None, "the script has a loss"
+        try:
+            return self.step(model, batch)
+        except RuntimeError as cause:
+            if "does not require grad" not in str(cause):
+                raise
+            raise ConfigError(
+                "the script asks for a gradient itself, with backward() say, and in a validation there is none",
+                where="mh.Run(evaluate=…)" if self.has_counts else "mh.Trainer(step=…)",
+                fix="return the loss, and leave backward() to the trainer; a gradient that is a part of the loss is "
+                "computed under torch.enable_grad()",
+            ) from cause
 
 
 class Evaluations:

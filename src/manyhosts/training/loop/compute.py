@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhosts.communication.batch_norm import GlobalBatch
+from manyhosts.communication.world import is_connection_error
 from manyhosts.data import randomness
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, first_line
+from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.strategy import Piece
 from manyhosts.training.setup.trained_module import ModelAndLoss, collective_forward, model_of
 
@@ -171,9 +173,23 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
             fix="pass loss=function(outputs, targets) -> loss, which takes the tensor out of it, or "
             "step=function(model, batch) -> loss",
         )
-    if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
-        _check_shapes(name, outputs.shape, targets.shape)
-    return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+    if not name or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+    _check_shapes(name, outputs.shape, targets.shape)
+    try:
+        found = loss(outputs, targets)
+    except (ValueError, IndexError, RuntimeError) as cause:
+        if isinstance(cause, torch.OutOfMemoryError) or is_connection_error(cause):
+            raise
+        given = [f"{tuple(each.shape)} of {dtype_name(each.dtype)}" for each in (outputs, targets)]
+        raise ConfigError(
+            f"{name} cannot take outputs {given[0]} with targets {given[1]}: {first_line(cause)}",
+            where="mh.Trainer(loss=…)",
+            fix="it takes outputs (N, classes) and the number of a class for each, (N) of int64, from 0 to classes - 1"
+            if name in _BY_CLASS
+            else "most losses take both in one shape and of float32: .float() or .unsqueeze(-1) in the dataset",
+        ) from cause
+    return one_number(found, where="mh.Trainer(loss=…)")
 
 
 _OF_PAIRS = {

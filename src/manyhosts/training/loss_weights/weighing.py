@@ -58,7 +58,7 @@ class TargetMean:
                 fix="give weight=function(batch) -> what the batch counts in the mean",
             )
         if targets.is_floating_point():  # a probability for each class, shape (N, C, ...): a plain mean
-            return float(targets.numel() / targets.shape[1])
+            return float(targets.numel() / (targets.shape[1] if targets.dim() > 1 else 1))
         targets = targets[..., 1:] if self.shifted else targets
         counted = targets[targets != self.ignored]
         return float(len(counted) if self.weight is None else self.weight[counted.cpu()].sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -34,7 +34,17 @@ Forward = Callable[[nn.Module, Any], Any]
 _TO_CALL = {
     "model": "a module, or a function that makes one: model=lambda: ConvNet()",
     "loss": "a function of outputs and targets: loss=nn.CrossEntropyLoss()",
+    "step": "a function of the model and a batch that returns the loss: step=function(model, batch)",
+    "schedule": "a function of the optimizer: schedule=lambda optimizer: StepLR(optimizer, step_size=1000)",
+    "optimizer": "a function of a list of parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
 }
+_GIVEN = {
+    "loss": ("outputs", "targets"),
+    "step": ("model", "batch"),
+    "schedule": ("optimizer",),
+    "optimizer": ("parameters",),
+}
+"""What each is called with."""
 
 
 def check_is_main() -> None:
@@ -51,7 +61,9 @@ def check_is_main() -> None:
         )
 
 
-def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, metrics: Any, listeners: Any) -> None:
+def check_given(
+    *, model: Any, data: Any, loss: Any, step: Any, optimizer: Any, schedule: Any, metrics: Any, listeners: Any
+) -> None:
     """See that what is to be called can be called as it will be, and is no class in the place of what it makes.
 
     Raises:
@@ -96,7 +108,7 @@ def check_given(*, model: Any, data: Any, loss: Any, step: Any, schedule: Any, m
             if type(metrics).__name__ == "MetricCollection"
             else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
         )
-    _see_that_called(model=model, loss=loss, step=step, schedule=schedule)
+    _see_that_called(model=model, loss=loss, step=step, optimizer=optimizer, schedule=schedule)
     if callable(listeners) or not isinstance(listeners, Iterable) or not all(callable(each) for each in listeners):
         kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(
@@ -112,8 +124,28 @@ def _see_that_called(*, model: Any, **others: Any) -> None:
             raise ConfigError(
                 f"{name} is a {type(function).__name__}, which cannot be called",
                 where=f"mh.Trainer({name}=…)",
-                fix=f"give {_TO_CALL.get(name, 'a function')}",
+                fix=f"give {_TO_CALL[name]}",
             )
+        if name in _GIVEN and function is not None and (why := _refuses(function, _GIVEN[name])):
+            raise ConfigError(
+                f"{name} is called with ({', '.join(_GIVEN[name])}), and "
+                f"{getattr(function, '__name__', type(function).__name__)} takes other arguments: {why}",
+                where=f"mh.Trainer({name}=…)",
+                fix=f"give {_TO_CALL[name]}",
+            )
+
+
+def _refuses(function: Callable[..., Any], given: Sequence[str]) -> str:
+    """Why `function` cannot be called with these, in Python's words; empty where it can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it will say so itself
+        return ""
+    try:
+        signature.bind(*given)
+    except TypeError as cause:
+        return str(cause)
+    return ""
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}

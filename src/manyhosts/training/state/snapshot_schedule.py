@@ -294,6 +294,8 @@ class SnapshotSchedule:
         stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
         state.stream = dict(stream)  # read now, while the snapshot is there
         loaded.ahead.clear()
+        if not parts.world.any(self.lacks_best(state)):
+            self.best_saved_at = state.best_step  # it stays as it is, with what it says of what trained it
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
             step=loaded.facts.step,

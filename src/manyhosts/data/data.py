@@ -168,19 +168,25 @@ def _see_samples(name: str, given: object, *, where: str) -> None:
     raise ConfigError(f"the {name} set is a {kind}, and not one of samples", where=where, fix=fix)
 
 
-def _lost_with_loader(loader: DataLoader[Any]) -> str:
-    """What `loader` does beyond its dataset, with what to write for it here; nothing where it does no more."""
+_SUBSET = "give the samples that it chooses: torch.utils.data.Subset(dataset, indices)"
+
+
+def _lost_with_loader(loader: DataLoader[Any], *, is_train: bool) -> str:
+    """What `loader` does beyond its dataset, with what to write for it here; nothing where it does no more.
+
+    Held-out samples are not shuffled, whatever a loader did.
+    """
     sampler, found = getattr(loader, "sampler", None), ""
     batches = getattr(loader, "batch_sampler", None)
     own = batches if batches is not None and type(batches) is not BatchSampler else sampler
     if not isinstance(own, SequentialSampler | RandomSampler | DistributedSampler | type(None)):
         kind = type(own).__name__
         found = (
-            f". Its {kind} would be lost with that: {SAMPLER}"
+            f". Its {kind} would be lost with that: {SAMPLER if is_train else _SUBSET}"
             if not isinstance(loader.dataset, IterableDataset)
             else ""
         )
-    if isinstance(sampler, SequentialSampler) and not found:
+    if is_train and isinstance(sampler, SequentialSampler) and not found:
         found = ". It does not shuffle, and mh.Data does: shuffle=False keeps the order"
     if loader.collate_fn is not default_collate:
         found += ". Give its collate_fn, too: mh.Data(collate=…)"
@@ -195,13 +201,13 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
         DataError: it has no samples.
     """
     if isinstance(dataset, DataLoader):
-        kept = _lost_with_loader(dataset)
+        size = "batch_size" if name == "train" else "evaluation_batch_size"
+        given = f"mh.Data({name}=loader.dataset, {size}={dataset.batch_size or 64})"
         raise ConfigError(
             f"the {name} set is a DataLoader, whose order and batches would depend on the number of workers",
             where=where,
-            fix=f"give its dataset: mh.Data({name}=loader.dataset, batch_size={dataset.batch_size or 64}){kept}"
-            if where.startswith("mh.Data")
-            else f"give its dataset: loader.dataset{kept}",
+            fix=f"give its dataset: {given if where.startswith('mh.Data') else 'loader.dataset'}"
+            + _lost_with_loader(dataset, is_train=name == "train"),
         )
     _see_that_no_several(name, dataset, where=where)
     _see_samples(name, dataset, where=where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,6 +141,22 @@ class RunDirectory:
     def samples(self, rank: int) -> Path:
         """Which samples one worker took in each step, where that was asked for."""
         return self.logs / f"samples-{rank}.jsonl"
+
+    def set_aside(self) -> str:
+        """Keep the best model and the records of a training whose snapshots are gone, before another one begins here.
+
+        Returns the folder that has them; empty where there is no such model, nor the record of an end.
+        """
+        if not self.best.is_dir() and not self.summary.exists():
+            return ""
+        kept = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+        kept.mkdir()
+        for record in (self.metrics, self.summary, self.run_json):
+            if record.exists():
+                shutil.copy2(record, kept)
+        if self.best.is_dir():
+            self.best.rename(kept / self.best.name)
+        return str(kept)
 
     def open_for(self, script: Path) -> RunDirectory:
         """Make the directory, for a run of `script`. One that is there already is resumed.

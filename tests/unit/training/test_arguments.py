@@ -44,6 +44,21 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "optimizer is the AdamW of a model",
         "lambda params: torch.optim.AdamW(params, lr=0.003)",
     ),
+    "a schedule's class": (
+        lambda: trainer(schedule=torch.optim.lr_scheduler.StepLR),
+        "schedule is called with (optimizer), and StepLR takes other arguments: missing a required argument",
+        "schedule=lambda optimizer: StepLR(optimizer, step_size=1000)",
+    ),
+    "a step of a batch alone": (
+        lambda: trainer(loss=None, step=lambda batch: batch[0].mean()),
+        "step is called with (model, batch), and <lambda> takes other arguments: too many positional arguments",
+        "step=function(model, batch)",
+    ),
+    "an optimizer of two": (
+        lambda: trainer(optimizer=lambda model, lr: torch.optim.SGD(model.parameters(), lr)),
+        "optimizer is called with (parameters), and <lambda> takes other arguments: missing a required argument: 'lr'",
+        "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
+    ),
     "a loader as data": (lambda: trainer(data=DataLoader(dataset())), "data is a DataLoader", "mh.Data(train="),
     "a loader as a set": (
         lambda: mh.Data(train=DataLoader(dataset(), batch_size=7)),

@@ -197,6 +197,16 @@ def test_advice_about_a_loader_drops_nothing_in_silence(loader: DataLoader[Any],
     assert ("class" in caught.value.fix) is ("lost" in advice), "what balances classes here"
 
 
+def test_advice_about_a_loader_of_held_out_samples_changes_nothing_of_the_training() -> None:
+    with pytest.raises(ConfigError, match="the validation set is a DataLoader") as caught:
+        mh.Data(train=dataset(), validation=DataLoader(dataset(), batch_size=4), batch_size=5)
+    assert caught.value.fix == "give its dataset: mh.Data(validation=loader.dataset, evaluation_batch_size=4)"
+    chosen = DataLoader(dataset(), sampler=torch.utils.data.SubsetRandomSampler([1, 2]))
+    with pytest.raises(ConfigError, match="DataLoader") as caught:
+        mh.Data(train=dataset(), validation=chosen, batch_size=5)
+    assert "Its SubsetRandomSampler would be lost with that: give the samples that it chooses" in caught.value.fix
+
+
 class Wordless(MulticlassAccuracy):
     """A metric that says nothing of its direction."""
 
@@ -284,7 +294,41 @@ def test_steps_that_were_left_out_are_counted_at_the_end(tmp_path: Path) -> None
     data = mh.Data(TensorDataset(images, labels), batch_size=5, shuffle=False)
     assert trainer(tmp_path, data=data, on_bad_step="skip").fit("4 steps").steps == 4
     notes = [line["text"] for line in events(tmp_path, "note")]
-    assert "1 steps were left out of the 4 until here" in notes
+    assert "1 step was left out of the 4 until here" in notes
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "what", "fix"),
+    [
+        (nn.CrossEntropyLoss(), torch.rand(8), "3) of float32 with targets (", "of int64"),
+        (nn.CrossEntropyLoss(), torch.full((8,), 3), "Target 3 is out of bounds", "from 0 to classes - 1"),
+        (nn.functional.cross_entropy, torch.zeros(8, 1, dtype=torch.int64), ", 1) of int64: ", "(N) of int64"),
+        (nn.BCEWithLogitsLoss(), torch.zeros(8, 2), ", 2) of float32: ", "both in one shape"),
+    ],
+    ids=["float", "range", "2-D", "pairs"],
+)
+@pytest.mark.parametrize("is_validated", [True, False])
+def test_targets_that_a_loss_cannot_take_are_said_in_a_sentence(
+    loss: Any, targets: torch.Tensor, what: str, fix: str, is_validated: bool, tmp_path: Path
+) -> None:
+    samples = TensorDataset(torch.randn(8, 4), targets)
+    data = mh.Data(samples, validation=samples if is_validated else None, batch_size=5)
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, model=nn.Linear(4, 3), loss=loss, data=data).fit("1 epoch")
+    assert what in caught.value.what
+    assert fix in caught.value.fix
+
+
+def test_step_that_goes_backward_itself_is_said_in_a_validation_too(tmp_path: Path) -> None:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        return loss
+
+    data = mh.Data(dataset(), validation=dataset(), batch_size=5)
+    with pytest.raises(ConfigError, match="asks for a gradient itself, with backward") as caught:
+        trainer(tmp_path, loss=None, step=step, data=data).fit("1 epoch")
+    assert "leave backward() to the trainer" in caught.value.fix
 
 
 def test_validation_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,22 @@ def test_finished_run_keeps_its_best_model_and_its_summary(tmp_path: Path) -> No
     assert trainer(tmp_path, data=other, clip_gradients=1.0).fit("2 epochs").steps == 8
     assert {path.name: path.read_bytes() for path in (tmp_path / "best").iterdir()} == kept
     assert json.loads((tmp_path / "summary.json").read_text())["steps_per_epoch"] == 4
+
+
+def test_best_model_of_a_run_whose_snapshots_are_gone_is_kept(tmp_path: Path) -> None:
+    pictures = mh.Data(train=TensorDataset(*images_and_labels(40)), validation=TensorDataset(*images_and_labels(40)),
+                       batch_size=10)  # fmt: skip
+    trainer(tmp_path, data=pictures).fit("2 epochs")
+    best = {path.name: path.read_bytes() for path in (tmp_path / "best").iterdir()}
+    recorded = (tmp_path / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "snapshots")
+    trainer(tmp_path, data=pictures, seed=1).fit("1 epoch")
+    (kept,) = tmp_path.glob("before-*")
+    assert {path.name: path.read_bytes() for path in (kept / "best").iterdir()} == best
+    assert (kept / "metrics.jsonl").read_bytes() == recorded
+    assert any(f"the best model, are in {kept}" in line["text"] for line in lines(tmp_path, "note"))
+    trainer(tmp_path, data=pictures, seed=1).fit("2 epochs")
+    assert list(tmp_path.glob("before-*")) == [kept]
 
 
 def test_second_fit_counts_what_is_done(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def check_given(
             if type(metrics).__name__ == "MetricCollection"
             else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
         )
-    _see_that_called(model=model, loss=loss, step=step, optimizer=optimizer, schedule=schedule)
+    made = None if not callable(optimizer) else optimizer  # where it is made, it is said what it is
+    _see_that_called(model=model, loss=loss, step=step, optimizer=made, schedule=schedule)
     if callable(listeners) or not isinstance(listeners, Iterable) or not all(callable(each) for each in listeners):
         kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(

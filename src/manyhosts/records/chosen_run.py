@@ -34,8 +34,11 @@ def no_run(path: Path, holds: str, *, fix: str = "give the directory of a run, s
         fix = f"name a run in it: the newest is {inside[-1]}, and `manyhosts runs {path}` lists them"
     elif found := next((each for each in path.parents if path.exists() and (each / "run.json").exists()), None):
         fix = f"name its run: {found}"
-    elif not path.exists() and (near := get_close_matches(path.name, [each.name for each in _runs_in(path.parent)], 1)):
-        fix = f"did you mean {path.with_name(near[0])}? `manyhosts runs {path.parent}` lists what is there"
+    elif not path.exists():
+        there = {each.name: each for folder in (path.parent / "runs", path.parent) for each in _runs_in(folder)}
+        if near := get_close_matches(path.name, there, 1):
+            found = there[near[0]]
+            fix = f"did you mean {found}? `manyhosts runs {found.parent}` lists what is there"
     return ConfigError(what, where=str(path), fix=fix)
 
 

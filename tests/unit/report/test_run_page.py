@@ -180,6 +180,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for given, what, fix in (
         ("runs", "holds neither a run nor a study", f"the newest is {tmp_path}/runs/two, and `manyhosts runs "),
         ("runs/tow", "there is no such folder", f"did you mean {tmp_path}/runs/two?"),
+        ("two", "there is no such folder", f"did you mean {tmp_path}/runs/two?"),
         ("runs/two/metrics.jsonl", "this is a file", f"name its run: {tmp_path}/runs/two"),
     ):
         with pytest.raises(ConfigError, match=what) as found:

@@ -18,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError, DataError, ManyhostsError, TrainingError
+from manyhosts.launchers.named_runs import failed_early
 
 
 def dataset(samples: int = 20) -> TensorDataset:
@@ -329,6 +330,7 @@ def test_step_that_goes_backward_itself_is_said_in_a_validation_too(tmp_path: Pa
     with pytest.raises(ConfigError, match="asks for a gradient itself, with backward") as caught:
         trainer(tmp_path, loss=None, step=step, data=data).fit("1 epoch")
     assert "leave backward() to the trainer" in caught.value.fix
+    assert "ConfigError: the script asks for a gradient itself" in failed_early(tmp_path)
 
 
 def test_validation_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from manyhosts.cli.progress import Progress
+from manyhosts.cli.run_options import see_arguments
 from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, price_of, said_again, sizes_options, variables_of
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
@@ -76,6 +77,7 @@ def plan(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
 
     began = time.monotonic()
     scripts.check(script, "script")
+    see_arguments(script, words["arguments"])
     place = _Place(words)
     asked = _asked(script, place, words)
     if not scripts.uses_manyhosts(script, "script"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from manyhosts.cli.progress import Progress
+from manyhosts.cli.run_options import see_arguments
 from manyhosts.cli.where import numbers
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
@@ -63,6 +64,7 @@ def prove(script: str, workers: str, steps: int, as_json: bool, dry_run: bool, *
     from manyhosts.trials.runs import Interrupted
 
     scripts.check(script, "script")
+    see_arguments(script, words["arguments"])
     if steps < _SOME:
         raise ConfigError(f"--steps is {steps}", where="--steps", fix=f"give {_SOME} or more")
     asked = Asked(

@@ -27,7 +27,7 @@ from manyhosts.control.job import Job
 from manyhosts.control.plan import Plan
 from manyhosts.control.screen import Screen
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import background, named_runs, script_imports, scripts
+from manyhosts.launchers import background, named_runs, scripts
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records import run_directory, run_lock
@@ -42,8 +42,6 @@ _CROWD = 4
 """Workers to a core, above which a run says that they are many."""
 _NAMED = 3
 """Hosts that are named; of more, their number is given."""
-_MARKED = "manyhosts.script-is-marked"
-"""Whether `--` was typed before the script: all words after it are the script's."""
 
 
 class _Run(click.Command):
@@ -56,7 +54,6 @@ class _Run(click.Command):
         read = run_options.translate(args, flags, with_value)
         ours, rest = run_options.split(read.words, with_value)
         run_options.check(ours, rest, flags | with_value)
-        ctx.meta[_MARKED] = rest[:1] == ["--"]
         if read.left_out or read.is_other:
             left_out = f"; left out, since it need not be said: {', '.join(read.left_out)}" if read.left_out else ""
             words = shlex.join(["manyhosts", "run", *read.words])
@@ -193,7 +190,9 @@ def run(**words: Any) -> int:
     job = _job(words)
     titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")
     target = words["target"] or ("ssh" if job.hosts else "local")
-    for note in [*_after_the_script(words), *(_crowd(job) if target == "local" else [])]:
+    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
+    run_options.see_arguments(words["script"], words["arguments"], kind)
+    for note in _crowd(job) if target == "local" else []:
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     launcher = LAUNCHERS.load(target)()
     jobs = background.jobs_of(launcher) if words["detach"] else None
@@ -397,41 +396,6 @@ def _crowd(job: Job) -> list[str]:
         return []
     shared = f"{job.workers_per_node} workers share the {cores} cores of this machine"
     return [f"{shared}, so each step takes longer than with {cores}, and memory is used for each"]
-
-
-def _after_the_script(words: Mapping[str, Any]) -> list[str]:
-    """Warnings about options of ours that come after the script, and so are the script's."""
-    ours = {word for option in run.params if isinstance(option, click.Option) for word in option.opts if len(word) > 2}
-    found = [word for argument in words["arguments"] if (word := argument.partition("=")[0]) in ours - {"--trace"}]
-    if not words["arguments"] or click.get_current_context().meta.get(_MARKED):
-        return []
-    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
-    path = scripts.file_of(words["script"], kind)
-    is_readable = kind != "executable" and path.is_file()
-    root = Path() if kind == "module" else path.parent
-    if not found:
-        if not is_readable or not scripts.uses_manyhosts(words["script"], kind):
-            return []
-        if script_imports.reads_arguments(path, root):
-            return []
-        typed = shlex.join(words["arguments"])
-        advice = "settings are changed before the script, as in --set lr=0.01 (--set help lists them)"
-        return [f"{words['script']} does not read its arguments, so {typed} has no effect; {advice}"]
-    if is_readable:
-        unread = script_imports.unread(found, ours, path, root)
-        if unread:
-            misplaced = list(words["arguments"])
-            script = [*(["-m"] if kind == "module" else []), words["script"]]
-            first = shlex.join(["manyhosts", "run", *misplaced, *script])
-            raise ConfigError(
-                f"{unread[0]} comes after {words['script']}, which does not know it; options of `run` belong before it",
-                where=shlex.join([words["script"], *misplaced]),
-                fix=f"type: {first}; if it is for the script: "
-                f"{shlex.join(['manyhosts', 'run', '--', *script, *misplaced])}",
-            )
-    come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
-    script = words["script"]
-    return [f"{', '.join(found)} {come} after {script} and so {go} to it; options of `run` belong before it"]
 
 
 def _display(screen: Screen) -> Display:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from manyhosts.config import metrics_port, overrides, profile
 from manyhosts.config.metrics_port import MetricsPort
 from manyhosts.config.profile import ProfileRequest
 from manyhosts.errors import ConfigError
+from manyhosts.launchers import script_imports, scripts
 
 _WITH_VALUE = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--max-restarts", "--local-ranks-filter"),
@@ -207,6 +209,41 @@ def _meant(name: str, value: str) -> list[str] | None:
     if not name.startswith("-") or key not in overrides.known_keys():
         return None
     return ["--set", f"{key}={form.format(overrides.in_our_words(key, value) or 'VALUE')}"]
+
+
+def see_arguments(script: str, arguments: Sequence[str], kind: scripts.Kind = "script") -> None:
+    """Warn of what comes after the script, and so is the script's, where it reads none or the verb has such options.
+
+    Raises:
+        ConfigError: one is an option of the verb, and the script does not know it.
+    """
+    context = click.get_current_context()
+    typed, verb = context.find_object(list) or [], str(context.info_name)
+    if not arguments or (script in typed and "--" in typed[: typed.index(script)]):
+        return  # what comes after `--` is the script's, says who types it
+    options = (each for each in context.command.params if isinstance(each, click.Option))
+    ours = {word for option in options for word in option.opts if len(word) > 2} - {"--trace"}
+    found = [word for argument in arguments if (word := argument.partition("=")[0]) in ours]
+    path = scripts.file_of(script, kind)
+    root = Path() if kind == "module" else path.parent
+    is_readable = kind != "executable" and path.is_file()
+    if found and is_readable and (unread := script_imports.unread(found, ours, path, root)):
+        named = [*(["-m"] if kind == "module" else []), script]
+        raise ConfigError(
+            f"{unread[0]} comes after {script}, which does not know it; options of `{verb}` belong before it",
+            where=shlex.join([script, *arguments]),
+            fix=f"type: {shlex.join(['manyhosts', verb, *arguments, *named])}; if it is for the script: "
+            f"{shlex.join(['manyhosts', verb, '--', *named, *arguments])}",
+        )
+    text = ""
+    if found:
+        come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
+        text = f"{', '.join(found)} {come} after {script} and so {go} to it; options of `{verb}` belong before it"
+    elif is_readable and scripts.uses_manyhosts(script, kind) and not script_imports.reads_arguments(path, root):
+        text = f"{script} does not read its arguments, so {shlex.join(arguments)} has no effect; settings are changed "
+        text += "before the script, as in --set lr=0.01 (--set help lists them)"
+    if text:
+        print(f"manyhosts: {text}", file=sys.stderr, flush=True)
 
 
 OPTION_OF = {profile.VARIABLE: "--profile", metrics_port.VARIABLE: "--metrics-port"}

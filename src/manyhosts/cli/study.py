@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from manyhosts.cli.run_options import see_arguments
 from manyhosts.cli.where import doubling, hosts_of, is_here, numbers, pairs, price_of, said_again, sizes_options
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
@@ -57,6 +58,7 @@ def study(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     Exit codes: 0 every run ended well, 1 one did not, 2 the request was wrong, 130 interrupted.
     """
     scripts.check(script, "script")
+    see_arguments(script, words["arguments"])
     asked = _asked(script, words)
     price, chosen = price_of(words), words["run_dir"]
     if chosen:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manyhosts.cli.progress import Progress
+from manyhosts.cli.run_options import see_arguments
 from manyhosts.cli.where import hosts_of, is_here, place_options, said_again, variables_of
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
@@ -66,6 +67,7 @@ def tune(script: str, as_json: bool, dry_run: bool, **words: Any) -> int:
     Exit codes: 0 the search has a result, 1 every trial failed, 2 the request was wrong, 130 interrupted.
     """
     scripts.check(script, "script")
+    see_arguments(script, words["arguments"])
     asked = _asked(script, words)
     if words["run_dir"]:
         check_is_folder(words["run_dir"], where="--run-dir")
@@ -125,10 +127,6 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         if words[option] is not None and words[option] < 1:
             name = "--" + option.replace("_", "-")
             raise ConfigError(f"{name} is {words[option]}", where=name, fix="give 1 or more")
-    limits = ("--budget", "--trials")
-    if not any(words[name[2:]] for name in limits) and (misplaced := set(limits) & set(words["arguments"])):
-        what = f"{min(misplaced)} comes after {script}, and so is an argument of the script"
-        raise ConfigError(what, where=shlex.join([script, *words["arguments"]]), fix=f"put it before {script}")
     parameters = search.parse(words["searched"])
     settings = overrides.parse(words["settings"])
     if both := sorted(settings.keys() & {each.name for each in parameters}):

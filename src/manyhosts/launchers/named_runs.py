@@ -130,8 +130,7 @@ def was_interrupted(run_dir: Path) -> bool:
 def keep_failure(run_dir: Path, what: str) -> None:
     """Leave how a script failed that no one launched, and that had not begun to train, as an agent leaves it."""
     logs = RunDirectory(run_dir).logs
-    with contextlib.suppress(OSError):
-        logs.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # there are no logs where the directory was refused
         (logs / f"{socket.gethostname()}-0-error-0.json").write_text(json.dumps({"message": {"message": what}}))
 
 

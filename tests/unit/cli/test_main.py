@@ -172,6 +172,30 @@ def test_what_follows_the_script_belongs_to_the_script(
 
 
 @pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        (["prove"], ["--steps", "6"]),
+        (["plan"], ["--seconds", "4"]),
+        (["study"], ["--repeat", "2"]),
+        (["tune", "--metric", "min:loss", "--search", "lr=0.1,0.2"], ["--trials", "2"]),
+    ],
+    ids=["prove", "plan", "study", "tune"],
+)
+def test_option_of_a_verb_behind_a_script_that_does_not_know_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], before: list[str],
+    behind: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import manyhosts as mh")
+    assert main([*before, "train.py", *behind]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"{behind[0]} comes after train.py, which does not know it; options of `{before[0]}` belong before it" in said
+    )
+    assert f"if it is for the script: manyhosts {before[0]} -- train.py {' '.join(behind)}" in said
+
+
+@pytest.mark.parametrize(
     ("behind", "note"),
     [
         (["--set=lr=1", "--workers", "7", "x"], "--set, --workers come after train.py and so go to it"),

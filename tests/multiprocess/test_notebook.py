@@ -136,3 +136,10 @@ def test_function_that_cannot_travel_is_refused_before_anything_starts(tmp_path:
     with pytest.raises(ConfigError, match="cannot be sent to workers: TypeError: cannot pickle"):
         launch.run(lambda: lock, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", [2, "abc", {"lr": 0.1}], ids=str)
+def test_arguments_that_are_no_list_are_refused(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="and not a list of what the script or function is given") as caught:
+        launch.run(print, given, run_dir=tmp_path / "run")
+    assert "how many workers is workers=" in caught.value.fix

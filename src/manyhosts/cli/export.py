@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
+from manyhosts.errors import ConfigError
 from manyhosts.export.description import BATCHES, FORMATS, Description
 from manyhosts.launchers.named_runs import directory_of
 
 
 @click.command()
 @click.option("--format", "kind", type=click.Choice(FORMATS), required=True, help="What to write.")
-@click.option("--bf16", "precision", flag_value="bf16", help="Weights in bfloat16: half the size.")
-@click.option("--int8", "precision", flag_value="int8", help="Weights in int8: a quarter of the size.")
+@click.option("--bf16", is_flag=True, help="Weights in bfloat16: half the size.")
+@click.option("--int8", is_flag=True, help="Weights in int8: a quarter of the size.")
 @click.option(
     "--snapshot", default="best", show_default=True, metavar="NAME", help='"best", "last", a step, or a folder.'
 )
@@ -29,7 +30,7 @@ from manyhosts.launchers.named_runs import directory_of
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 @click.argument("run", metavar="RUN", callback=lambda *given: str(directory_of(given[-1])))
 def export(
-    run: str, kind: str, precision: str | None, output: str | None, dry_run: bool, as_json: bool, **words: str
+    run: str, kind: str, bf16: bool, int8: bool, output: str | None, dry_run: bool, as_json: bool, **words: str
 ) -> int:
     """Write the model of RUN (a directory, a handle or `last`) in another format, and compare it with the trained one.
 
@@ -45,10 +46,12 @@ def export(
     from manyhosts.export.export import Request
     from manyhosts.export.export import export as exported
 
+    if bf16 and int8:
+        raise ConfigError("both --bf16 and --int8 are given", where="--int8", fix="leave one of them out")
     request = Request(
         run_dir=run,
         format=kind,
-        precision=precision or "fp32",
+        precision="bf16" if bf16 else "int8" if int8 else "fp32",
         snapshot=words["snapshot"],
         output=None if output is None else Path(output),
         preprocess=words["preprocess"],

@@ -164,6 +164,12 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         KeyboardInterrupt: a function was interrupted; its workers have ended.
         ManyhostsError: workers failed; the error is that of the one that failed first.
     """
+    if isinstance(arguments, str | bytes | Mapping) or not isinstance(arguments, Sequence):
+        raise ConfigError(
+            f"arguments is {arguments!r:.80}, and not a list of what the script or function is given",
+            where="mh.launch.run(…, arguments)",
+            fix="give a list or a tuple, as in mh.launch.run(train, [0.1], workers=2); how many workers is workers=",
+        )
     words: dict[str, Any] = {
         "workers": workers, "hosts": hosts, "nodes": nodes, "restarts": restarts, "hang_timeout_s": hang_timeout_s,
         "environment": environment,

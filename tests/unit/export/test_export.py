@@ -125,6 +125,9 @@ def test_dry_run_says_where_and_does_nothing(run_dir: Path, tmp_path: Path) -> N
     words = [str(run_dir), "--format", "onnx", "--output", str(tmp_path / "mine"), "--dry-run"]
     done = CliRunner().invoke(command, words)
     assert str(tmp_path / "mine") in done.output
+    assert "both --bf16 and --int8 are given" in str(
+        CliRunner().invoke(command, [*words, "--bf16", "--int8"]).exception
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -25,7 +25,9 @@ _SENDABLE = re.compile(r"[\x21-\x7e]{8,}")
 
 @click.command()
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="H", help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, metavar="P", help="0 takes a free one.")
+@click.option(
+    "--port", default=8000, type=click.IntRange(0, 65535), show_default=True, metavar="P", help="0 takes a free one."
+)
 @click.option(
     "--snapshot", default="best", show_default=True, metavar="NAME", help='"best", "last", or a step, of a run.'
 )

@@ -130,7 +130,6 @@ class Run(Session):
         self.evaluates = evaluate is not None
         self._own_step = OwnStep()
         self._check_names()
-        refuse(options)
         parts = options.get("virtual_workers")
         if data is None:
             if parts is None:
@@ -343,25 +342,6 @@ def _named_as_in_a_loop() -> Iterator[None]:
         for name, own in _NAMES.items():
             error.where, error.fix = error.where.replace(name, own), error.fix.replace(name, own)
         raise
-
-
-def refuse(options: Options) -> None:
-    """See that nothing was given that an own loop does not go with.
-
-    Raises:
-        ConfigError: it was.
-    """
-    for name in ("audit", "compile", "lr_scaling", "activation_checkpointing"):
-        if options.get(name):
-            raise ConfigError(
-                f"{name} does not go with a loop of one's own yet", where=f"mh.Run({name}=…)", fix="leave it out"
-            )
-    if options.get("precision") == "fp16":
-        raise ConfigError(
-            "fp16 needs a scaler for each optimizer, which an own loop has not",
-            where="mh.Run(precision=…)",
-            fix='use precision="bf16"',
-        )
 
 
 def _nothing_to_evaluate(_models: nn.Module, _batch: Any) -> Tensor:

@@ -78,6 +78,19 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("precision", "fp16", "scaler"), ("compile", "true", "compile is for"), ("audit", "0.1", "audit")],
+)
+def test_what_the_command_line_sets_is_refused_likewise(
+    name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, text in overrides.to_environment({name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(ConfigError, match=words):
+        made()
+
+
+@pytest.mark.parametrize(
     ("step", "words"),
     [
         (lambda run: run.update("one"), "before a run.backward"),

@@ -52,8 +52,9 @@ _NOT_TRIED = (
 _INSTEAD = {
     "clip_gradients": "clip in the step, for each optimizer: run.update(clip=…)",
     "warmup": "give a scheduler that begins with a low rate: mh.Run(schedulers=…)",
+    **dict.fromkeys(("audit", "compile", "lr_scaling", "activation_checkpointing"), "leave it out"),
 }
-"""What an update of the script's own says itself."""
+"""What is for the step of a Trainer, and what to do in a loop of one's own."""
 _FEW = 1 << 14
 """Numbers in the gradients of a small model."""
 _LOOKS = 3
@@ -161,8 +162,14 @@ class OwnStep:
         """
         settings.strategy.check_own_loop(is_shared=world.is_shared)
         for name, instead in _INSTEAD.items():
-            if getattr(settings, name) is not None:
+            if getattr(settings, name) not in (None, False):
                 raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
+        if settings.precision == "fp16":
+            raise ConfigError(
+                "fp16 needs a scaler for each optimizer, which an own loop has not",
+                where="mh.Run(precision=…)",
+                fix='use precision="bf16"',
+            )
         if settings.virtual_workers or settings.micro_batch_size or world.is_shared:
             world.notes.append(_NOT_TRIED)
         self.strategy, self.settings, self.world, parts = strategy, settings, world, settings.virtual_workers

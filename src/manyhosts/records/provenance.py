@@ -284,17 +284,23 @@ def _sources(root: Path, script: Path) -> dict[str, str]:
 def _top_folder(path: str) -> str:
     """The folder of a file; of an installed package its top one, which may be a link to code of the user's own."""
     before, installed, package = path.rpartition("/site-packages/")
-    return f"{before}{installed}{package.split(os.sep)[0]}" if os.sep in package else os.path.dirname(path)
+    top, below_it, _ = package.partition(os.sep)
+    return f"{before}{installed}{top}" if installed and below_it else os.path.dirname(path)
 
 
-@functools.cache  # thousands of files are in a few dozen such folders
+@functools.cache  # thousands of files are in some hundred such folders
 def _has_own_code(folder: str) -> bool:
-    return not _is_installed(os.path.realpath(folder))
+    parent, name = os.path.split(folder)
+    found = os.path.join(_real(parent), name)  # most have one of a few parents, and are no links themselves
+    return not _is_installed(_real(folder) if os.path.islink(found) else found)
+
+
+_real = functools.cache(os.path.realpath)
 
 
 def _is_installed(path: str) -> bool:
     """Whether it is a file or a folder of Python, of an installed package, or of manyhosts."""
-    return opened_files.is_installed(f"{path}{os.sep}") or path.startswith(os.path.realpath(sys.base_prefix) + os.sep)
+    return opened_files.is_installed(f"{path}{os.sep}") or path.startswith(_real(sys.base_prefix) + os.sep)
 
 
 def _data(root: Path, run_dir: Path, *, known: Mapping[str, DataFile]) -> dict[str, DataFile]:

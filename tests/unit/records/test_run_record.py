@@ -6,14 +6,17 @@ import dataclasses
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from stories import record
 
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import DDP
 from manyhosts.errors import ConfigError
+from manyhosts.records import provenance
 from manyhosts.records.run_record import RunRecord, git_commit, plain_settings, versions_for
 
 
@@ -73,3 +76,15 @@ def test_commit_of_the_script_is_noted_and_whether_it_was_changed(tmp_path: Path
     assert len(commit) == 40
     script.write_text("second\n")
     assert git_commit(script) == f"{commit}+changes"
+
+
+def test_own_code_is_known_where_a_run_is_started_in_the_folder_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "helper.py").write_text("")
+    module = types.ModuleType("helper")
+    module.__file__ = str(tmp_path / "helper.py")
+    monkeypatch.setitem(sys.modules, "helper", module)
+    monkeypatch.chdir(Path(str(torch.__file__)).parent)
+    provenance._has_own_code.cache_clear()
+    assert "helper.py" in provenance._sources(tmp_path, tmp_path / "other.py")

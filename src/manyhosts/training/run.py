@@ -23,6 +23,7 @@ from manyhosts.training.own_loop.own_step import LossOf, OwnStep
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.session import Options, Session
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
+from manyhosts.training.setup.model_checks import check_called
 from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters
 from manyhosts.training.telemetry.result import Result
@@ -101,7 +102,8 @@ class Run(Session):
         optimizers: by the name of the model whose parameters it steps, or names joined by "+"; makes the optimizer of a
             list of parameters. One alone is that of all models.
         data: as for `mh.Trainer`. None: a step makes its own data, and `virtual_workers` says in how many parts.
-        schedulers: by the name of the optimizer: makes a learning-rate scheduler, stepped at each `update`.
+        schedulers: by the name of the optimizer: makes a learning-rate scheduler, stepped at each `update`. One alone
+            makes that of each optimizer.
         evaluate: `evaluate(models, batch) -> loss`, or a mapping as of `mh.Trainer(step=…)`, for validation and test;
             `count` in it says what the batch counts, as in `backward`.
         options: every other argument of `mh.Trainer`.
@@ -120,13 +122,15 @@ class Run(Session):
         models: ModelOrMaker | Mapping[str, ModelOrMaker],
         optimizers: MakeOptimizer | Mapping[str, MakeOptimizer],
         data: Data | None = None,
-        schedulers: Mapping[str, MakeSchedule] | None = None,
+        schedulers: MakeSchedule | Mapping[str, MakeSchedule] | None = None,
         evaluate: UserStep | None = None,
         **options: Unpack[Options],
     ) -> None:
         self._models = models if isinstance(models, Mapping) else {"model": models}
         self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
-        self._schedulers = schedulers or {}
+        self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else {}
+        if schedulers is not None and schedulers is not self._schedulers:
+            self._schedulers = dict.fromkeys(self._makers, schedulers)
         self.evaluates = evaluate is not None
         self._own_step = OwnStep()
         self._check_names()
@@ -172,6 +176,12 @@ class Run(Session):
                 where="mh.Run(schedulers=…)",
                 fix=f"name it after its optimizer: {', '.join(self._makers)}",
             )
+        for name, each in self._makers.items():
+            fix = "write lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            check_called(f"optimizer {name!r}", each, ["parameters"], where="mh.Run(optimizers=…)", fix=fix)
+        for name, each in self._schedulers.items():
+            fix = "write lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
+            check_called(f"scheduler {name!r}", each, ["optimizer"], where="mh.Run(schedulers=…)", fix=fix)
 
     def _make_models(self) -> nn.ModuleDict:
         made = {}
@@ -231,12 +241,9 @@ class Run(Session):
         Raises:
             ManyhostsError: see `manyhosts.errors`; nothing that is on disk is lost by it.
         """
-        if not callable(step):
-            raise ConfigError(
-                f"run.fit is given a {type(step).__name__}, and not a step",
-                where="run.fit",
-                fix='write run.fit(step, "20 epochs") with def step(run): …',
-            )
+        check_called(
+            "the step", step, ["run"], where="run.fit", fix='write run.fit(step, "20 epochs"), with def step(run)'
+        )
         self._own_step.step, code = partial(_made, step, self), getattr(step, "__code__", None)
         self._own_step.place = f"{code.co_filename}, line {code.co_firstlineno}" if code else type(step).__name__
         with _named_as_in_a_loop(), self._own_step.guarded():

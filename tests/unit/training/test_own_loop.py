@@ -54,6 +54,9 @@ def counting(run: mh.Run, count: Any) -> Callable[[Any], Any]:
     [
         ({"optimizers": {"three": lambda params: torch.optim.SGD(params, 0.1)}}, "three"),
         ({"schedulers": {"both": lambda optimizer: None}}, "no optimizer of this name"),
+        ({"schedulers": torch.optim.lr_scheduler.StepLR}, r"with \(optimizer\), and StepLR takes other arguments"),
+        ({"optimizers": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)}, "is a SGD, which cannot be called"),
+        ({"optimizers": lambda model, lr: None}, r"with \(parameters\), and <lambda> takes other arguments"),
         ({"warmup": "5 steps"}, "scheduler that begins with a low rate"),
         ({"optimizers": {"one": lambda params: torch.optim.LBFGS(params)}}, "as often as it likes"),
         ({"optimizers": {"one": lambda params: None}}, "not a torch.optim.Optimizer"),

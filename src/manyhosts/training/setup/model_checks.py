@@ -121,32 +121,30 @@ def _see_that_called(*, model: Any, **others: Any) -> None:
     if model is None:
         raise ConfigError("the model is None", where="mh.Trainer(model=…)", fix=f"give {_TO_CALL['model']}")
     for name, function in {"model": model, **others}.items():
-        if function is not None and not callable(function):
-            raise ConfigError(
-                f"{name} is a {type(function).__name__}, which cannot be called",
-                where=f"mh.Trainer({name}=…)",
-                fix=f"give {_TO_CALL[name]}",
-            )
-        if name in _GIVEN and function is not None and (why := _refuses(function, _GIVEN[name])):
-            raise ConfigError(
-                f"{name} is called with ({', '.join(_GIVEN[name])}), and "
-                f"{getattr(function, '__name__', type(function).__name__)} takes other arguments: {why}",
-                where=f"mh.Trainer({name}=…)",
-                fix=f"give {_TO_CALL[name]}",
-            )
+        if function is not None:
+            check_called(name, function, _GIVEN.get(name), where=f"mh.Trainer({name}=…)", fix=f"give {_TO_CALL[name]}")
 
 
-def _refuses(function: Callable[..., Any], given: Sequence[str]) -> str:
-    """Why `function` cannot be called with these, in Python's words; empty where it can."""
+def check_called(name: str, function: Any, given: Sequence[str] | None, *, where: str, fix: str) -> None:
+    """See that `function`, which messages call `name`, can be called with arguments as `given`; None: with any.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not callable(function):
+        raise ConfigError(f"{name} is a {type(function).__name__}, which cannot be called", where=where, fix=fix)
+    if given is None:
+        return
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: it will say so itself
-        return ""
+        return
     try:
         signature.bind(*given)
     except TypeError as cause:
-        return str(cause)
-    return ""
+        own = getattr(function, "__name__", type(function).__name__)
+        what = f"{name} is called with ({', '.join(given)}), and {own} takes other arguments: {cause}"
+        raise ConfigError(what, where=where, fix=fix) from None
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}

@@ -193,7 +193,7 @@ def train_until_error(
     return found
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_model_that_is_not_reproducible_is_blamed_and_no_worker(workers: int, tmp_path: Path) -> None:
     jobs = {name: Job(name, "plain") for name in ("forgetful", "counting")}
     for found in run_ranks(workers, train_until_error, jobs, tmp_path):

@@ -117,7 +117,7 @@ def runs(rank: int, folder: Path) -> dict[str, tuple[str, str, list[tuple[int, s
     return found
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_the_first_steps_show_is_said_once_and_nothing_else(workers: int, tmp_path: Path) -> None:
     answers = run_ranks(workers, runs, tmp_path)
     for answer in answers[1:]:

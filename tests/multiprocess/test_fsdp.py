@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return trained(1, CASES, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("workers", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
 def test_parts_on_several_workers_equal_one_process(workers: int, alone: Any, tmp_path: Path) -> None:
     cases = {name: replace(case, options=WAYS[workers]) for name, case in CASES.items()}
     for name, found in trained(workers, cases, tmp_path).items():
@@ -51,6 +51,7 @@ def test_parts_on_several_workers_equal_one_process(workers: int, alone: Any, tm
         assert_same(alone[name], found)
 
 
+@pytest.mark.slow  # in `make test` they equal one process
 def test_parts_equal_whole_models_on_as_many_workers(tmp_path: Path) -> None:
     ways = ({"zero": 3}, {"zero": 1})  # all of them: the slow test below
     cases = {f"{name}, {way}": replace(case, options=way) for way in ways for name, case in ALIKE.items()}

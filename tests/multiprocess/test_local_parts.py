@@ -169,7 +169,7 @@ def hashes(rank: int, case: Case, steps: int, folder: Path) -> str:
 ROUNDS = {"sync_every": 4, "fragments": 2, "overlap_steps": 1, "shard": 2}
 
 
-@pytest.mark.parametrize("strategy", ["diloco", "local-sgd"])
+@pytest.mark.parametrize("strategy", ["diloco", pytest.param("local-sgd", marks=pytest.mark.slow)])
 def test_a_run_that_is_taken_up_within_a_round_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
     """With what int8 has dropped, an outer gradient on its way, and an optimizer of each copy's own."""
     options = ROUNDS if strategy == "diloco" else {"sync_every": 4, "shard": 2}

@@ -153,7 +153,7 @@ def fit(rank: int, cases: Mapping[str, Case], folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_have_the_weights_that_a_plain_simulation_of_their_delays_has(stages: int, tmp_path: Path) -> None:
     answers = run_ranks(stages, fit, CASES, tmp_path)
     assert all(answer == answers[0] for answer in answers)

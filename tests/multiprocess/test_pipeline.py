@@ -47,7 +47,9 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 """Workers, and options."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "1f1b on four" else ()) for name in RUNS]
+)
 def test_stages_have_the_bits_of_one_process(name: str, alone: Any, tmp_path: Path) -> None:
     workers, options = RUNS[name]
     cases = {name: replace(case, strategy="pipeline", options=options) for name, case in CASES.items()}

@@ -222,7 +222,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("workers", "schedule"),
     [
-        *((2, schedule) for schedule in ("1f1b", "interleaved", "zero-bubble")),
+        *((2, schedule) for schedule in ("1f1b", "interleaved")),
+        pytest.param(2, "zero-bubble", marks=pytest.mark.slow),
         *(pytest.param(workers, "1f1b", marks=pytest.mark.slow) for workers in (3, 4)),
         pytest.param(4, "zero-bubble", marks=pytest.mark.slow),
     ],

@@ -70,6 +70,7 @@ def test_parts_whose_bytes_run_ahead_of_the_computation_give_the_bits_of_a_cpu(t
     assert ahead["zero 3"]["sha"] == expected["zero 3"]["sha"]
 
 
+@pytest.mark.slow  # in `make test` parts on a device that steps them one by one
 def test_parts_that_a_device_steps_by_one_fused_kernel_are_near_those_of_a_cpu(tmp_path: Path) -> None:
     cpu, late = tmp_path / "cpu", tmp_path / "late"
     [expected, _] = run_ranks(2, on_cpu, cpu, ["AdamW"])

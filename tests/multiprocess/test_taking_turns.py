@@ -49,7 +49,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_of_several_trainers_of_one_model_trains_it_as_if_alone(workers: int, alone: Any, tmp_path: Path) -> None:
     together = run_ranks(workers, take_turns, tmp_path)
     for turn, (first, *others) in enumerate(zip(*together, strict=True)):

@@ -85,8 +85,8 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any]]) -> None:
                 f"the {name} set holds other samples on rank {rank} than on rank 0: every worker has made its own",
                 where=f"mh.Data({name}=…), rank 0 and rank {rank}",
                 fix="draw alike on every worker: random_split(dataset, lengths, torch.Generator().manual_seed(0)), or "
-                "torch.manual_seed(0) before the data is made (scikit-learn: random_state=0; NumPy: np.random.seed(0)); "
-                "what depends on RANK must not be in it",
+                "torch.manual_seed(0) before the data is made, for scikit-learn and NumPy random_state=0 and "
+                "np.random.seed(0); what depends on RANK must not be in it",
             )
 
 

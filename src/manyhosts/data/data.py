@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch.utils.data import (
     BatchSampler,
@@ -219,14 +219,14 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
                 fix="give a dataset with __len__ and __getitem__; list(stream) makes one",
             )
         return
-    if not hasattr(dataset, "__getitem__") or not isinstance(dataset, Sized):
+    if lacking := [each for each in ("__getitem__", "__len__") if not hasattr(dataset, each)]:
         raise ConfigError(
-            f"the {name} set is a {type(dataset).__name__}, which has no __getitem__ and __len__",
+            f"the {name} set is a {type(dataset).__name__}, which has no {' and no '.join(lacking)}",
             where=where,
             fix="give a torch.utils.data.Dataset",
         )
     try:
-        count = len(dataset)
+        count = len(cast(Sized, dataset))
     except Exception as cause:
         raise DataError(
             f"the {name} set cannot say how many samples it has: {type(cause).__name__}: {cause}",

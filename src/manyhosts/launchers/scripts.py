@@ -87,6 +87,8 @@ def _instead_of(path: Path) -> str:
     """What to start where there is no script at `path`."""
     if re.fullmatch(r"python[\d.]*", path.name):
         return f"leave {path.name} out: `manyhosts run SCRIPT` starts SCRIPT with the Python that manyhosts runs in"
+    if path.name in ("epoch", "epochs", "step", "steps"):
+        return f"put a duration between quotes, as in --set duration='2 {path.name}'"
     names = sorted(other.name for other in path.absolute().parent.glob("*.py"))
     if not names:
         return f"`manyhosts init {path.parent}` writes one that runs"

@@ -217,7 +217,7 @@ class Story:
             self.exchange_seconds += line["exchange_seconds"]
         if line["epoch"] != self.epoch:
             self.epoch, self.loss_sum, self.loss_weight = line["epoch"], 0.0, 0
-        if weight := line.get("weight", line["samples"]):
+        if (weight := line.get("weight", line["samples"])) and math.isfinite(line["loss"]):  # else it was left out
             self.loss_sum += line["loss"] * weight
             self.loss_weight += weight
 

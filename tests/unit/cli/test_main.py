@@ -77,6 +77,10 @@ WRONG = [
     (["run", "--set", "lr", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
     (["run", "--set", "lr", "=", "0.1", "x.py"], "  fix:   type: manyhosts run --set lr=0.1 x.py"),
     (["run", "no-such-script.py"], "there is no script 'no-such-script.py'"),
+    (
+        ["run", "--set", "duration=2", "epochs", "x.py"],
+        "put a duration between quotes, as in --set duration='2 epochs'",
+    ),
     (["run", "python", "train.py"], "  fix:   leave python out: `manyhosts run SCRIPT` starts SCRIPT"),
     (["run", __file__.removesuffix(".py")], f"  fix:   did you mean '{Path(__file__).name}'?"),
     (["run", str(Path(__file__).parents[3] / "pyproject.toml")], "is no Python script"),

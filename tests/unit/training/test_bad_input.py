@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,7 @@ def test_steps_that_were_left_out_are_counted_at_the_end(tmp_path: Path) -> None
     assert trainer(tmp_path, data=data, on_bad_step="skip").fit("4 steps").steps == 4
     notes = [line["text"] for line in events(tmp_path, "note")]
     assert "1 step was left out of the 4 until here" in notes
+    assert math.isfinite(json.loads((tmp_path / "summary.json").read_text())["train_loss"])
 
 
 @pytest.mark.parametrize(
@@ -320,12 +322,19 @@ def test_targets_that_a_loss_cannot_take_are_said_in_a_sentence(
     assert fix in caught.value.fix
 
 
-def test_step_that_goes_backward_itself_is_said_in_a_validation_too(tmp_path: Path) -> None:
+def test_step_that_goes_backward_itself_is_said_in_a_validation_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)  # a script, and no notebook
+
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
         loss.backward()
         return loss
 
+    with pytest.raises(ConfigError, match="gone backward through its loss itself") as caught:
+        trainer(tmp_path / "alone", loss=None, step=step, data=mh.Data(dataset(), batch_size=5)).fit("1 epoch")
+    assert "leave backward(), zero_grad() and optimizer.step() to the trainer" in caught.value.fix
     data = mh.Data(dataset(), validation=dataset(), batch_size=5)
     with pytest.raises(ConfigError, match="asks for a gradient itself, with backward") as caught:
         trainer(tmp_path, loss=None, step=step, data=data).fit("1 epoch")

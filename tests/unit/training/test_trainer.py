@@ -360,6 +360,7 @@ def test_finished_run_keeps_its_best_model_and_its_summary(tmp_path: Path) -> No
     assert json.loads((tmp_path / "summary.json").read_text())["best"]["step"] == 8, "the last one must be the best"
     other = mh.Data(train=pictures, validation=pictures, batch_size=20)
     assert trainer(tmp_path, data=other, clip_gradients=1.0).fit("2 epochs").steps == 8
+    assert not any("changed since" in line["text"] for line in lines(tmp_path, "note")), "nothing takes effect"
     assert {path.name: path.read_bytes() for path in (tmp_path / "best").iterdir()} == kept
     assert json.loads((tmp_path / "summary.json").read_text())["steps_per_epoch"] == 4
 

@@ -18,6 +18,7 @@ from manyhosts.communication.shared_norm import acting
 from manyhosts.communication.world import World
 from manyhosts.data import randomness
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
+from manyhosts.errors import ConfigError
 from manyhosts.events import StepTiming
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.audit import Auditable, Auditor
@@ -99,8 +100,20 @@ class Stepper:
     def backward(self, pieces: Sequence[Piece], compute: Compute, control_flags: Sequence[float] = ()) -> StepOutcome:
         """The gradients of what `compute` gives for `pieces`, summed over all workers as the strategy does it."""
         parts = self.training.parts
-        with self.around(len(pieces)):
-            return parts.strategy.forward_backward(parts.trained, pieces, compute, parts.precision.scale, control_flags)
+        try:
+            with self.around(len(pieces)):
+                return parts.strategy.forward_backward(
+                    parts.trained, pieces, compute, parts.precision.scale, control_flags
+                )
+        except RuntimeError as cause:
+            if "backward through the graph a second time" not in str(cause):
+                raise
+            raise ConfigError(
+                "the script has gone backward through its loss itself, and there is no second time",
+                where="mh.Trainer(step=…)",
+                fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer; or give "
+                "retain_graph=True to a backward() that is meant",
+            ) from cause
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], *address: int) -> None:
         """Change the model by the gradients of `optimizer`: call `step`, whose random numbers are of `address`."""

@@ -45,7 +45,8 @@ def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list
     settings, parts, world = training.settings, training.parts, training.parts.world
     snapshot_schedule, state = training.snapshot_schedule, training.state
     found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
-    found += about_batch(parts) + about_resume(parts, snapshot_schedule)
+    finished = (state.ended or reached(training.limit, training.now())) if is_resumed else ""
+    found += about_batch(parts) + about_resume(parts, snapshot_schedule, finished)
     if (virtual := settings.virtual_workers) is not None:
         threads = torch.get_num_threads()
         found.append(
@@ -70,8 +71,8 @@ def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list
     if about_rate := parts.strategy.about_rate(parts.optimizer):
         found.append(about_rate)
     found += about_loss(parts, why_not_survive)
-    if is_resumed and (why := state.ended or reached(training.limit, training.now())):
-        found.append(f"this run is finished ({why}); ask for a longer one, or choose another run directory")
+    if finished:
+        found.append(f"this run is finished ({finished}); ask for a longer one, or choose another run directory")
     return found
 
 
@@ -106,9 +107,12 @@ def about_batch(parts: Parts) -> list[str]:
     return [few] if samples < parts.batch else []
 
 
-def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule) -> list[str]:
-    """What has changed since the snapshot that a run continues from, and what will not be noticed when it continues."""
-    found = snapshot_schedule.changes.reported()
+def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule, finished: str) -> list[str]:
+    """What has changed since the snapshot that a run continues from, and what will not be noticed when it continues.
+
+    `finished`: why it does no step, so that no change takes effect.
+    """
+    found = [] if finished else snapshot_schedule.changes.reported()
     if parts.world.is_rank_0 and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
         found.append(
             f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"

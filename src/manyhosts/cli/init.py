@@ -27,8 +27,8 @@ train, validation, test = random_split(digits, [0.7, 0.15, 0.15], torch.Generato
 
 def network() -> nn.Module:  # a function: the weights come from the run's seed, so that every run begins alike
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(128, 10)),
     )
 

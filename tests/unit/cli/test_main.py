@@ -98,6 +98,8 @@ WRONG = [
     (["run", "--set", "batch_sise=3", __file__], "there is no setting named 'batch_sise'"),
     (["run", "--set", "lr=fast", __file__], "lr is 'fast', which is not a number"),
     (["run", "--set", "duration=2", __file__], "cannot read the duration '2'"),
+    (["run", "--resume", "latest", "x.py"], "  fix:   type: manyhosts run --resume last x.py"),
+    (["run", "--resume", "x.py"], "  fix:   type: manyhosts run --resume last x.py"),
     (["run", "--resume", "runs/first", "x.py"], "  fix:   type: manyhosts run --run-dir runs/first x.py"),
     (["run", "--config", "mine.yaml", "x.py"], "  fix:   type: manyhosts run --set mine.yaml x.py"),
     (["run", "--set", "mine.yaml", __file__], "there is no file 'mine.yaml'"),

@@ -169,10 +169,13 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
         name, sign, value = word.partition("=")
         if name == "--resume" and (named := value or "".join(ours[place + 1 : place + 2])) not in ("", "last"):
             is_run = os.sep in named or Path(named).is_dir()
-            meant = (
-                ["--run-dir", named] if is_run else ["--resume", "last", *([named] if named.endswith(".py") else [])]
-            )
-            others = [*ours[:place], *meant, *ours[place + (1 if sign else 2) :], *rest]
+            last = ["--resume", "last", *([named] if named.endswith(".py") else [])]
+            others = [
+                *ours[:place],
+                *(["--run-dir", named] if is_run else last),
+                *ours[place + (1 if sign else 2) :],
+                *rest,
+            ]
             raise ConfigError(
                 f"--resume takes `last` alone, and {named!r} is named",
                 where=f"--resume {named}",

@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 
 @click.command()
-@click.argument("folder", default=".", type=click.Path(path_type=Path, file_okay=False), metavar="[DIR]")
+@click.argument("folder", default=".", type=click.Path(path_type=Path), metavar="[DIR]")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--loop", is_flag=True, help="Write one with a loop of its own (mh.Run).")
 @click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")

@@ -287,8 +287,9 @@ def flattened(metrics: Mapping[str, Metric | MetricCollection]) -> dict[str, Met
         elif isinstance(metric, Metric):
             found.append((key, key, metric))
         else:
+            what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
             raise ConfigError(
-                f"the metric {key!r} is a {type(metric).__name__}",
+                f"the metric {key!r} is {what}",
                 where="mh.Trainer(metrics=…)",
                 fix="give metrics of torchmetrics, such as MulticlassAccuracy(num_classes=10)",
             )

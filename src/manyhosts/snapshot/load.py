@@ -172,8 +172,8 @@ def newest(
     raise SnapshotError(
         f"no snapshot here can be continued from:\n{named}",
         where=str(folder),
-        fix="mend what is named above (permissions, a disk that is not there, a changed model), or begin again in another "
-        "--run-dir",
+        fix="mend what is named above (permissions, a disk that is not there, a changed model), or begin again in "
+        "another --run-dir",
     )
 
 

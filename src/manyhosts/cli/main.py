@@ -71,6 +71,13 @@ def _print(name: str, what: str, fix: str) -> None:
     print(f"{name}: {what}\n  fix:   {fix}", file=sys.stderr, flush=True)
 
 
+_PLACES = {
+    "manyhosts": "; options go after the verb, as in `manyhosts run --workers 2 train.py`",
+    "manyhosts run": "; options of the script itself go after it",
+}
+"""Where an option belongs that a command does not know."""
+
+
 def _fix(error: click.ClickException, verb: str) -> str:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else f"manyhosts {verb}".strip()
@@ -81,9 +88,7 @@ def _fix(error: click.ClickException, verb: str) -> str:
         # Two dashes make any two short words alike.
         typed = error.option_name.strip("-")
         near = [each for each in error.possibilities or () if nearest(each.strip("-"), [typed])]
-        own = {"manyhosts run": "; options of the script itself go after it"}.get(path, "")
-        own = own or "; options go after the verb, as in `manyhosts run --workers 2 train.py`" * (" " not in path)
-        return f"{_with_two_dashes(error) or nearest(error.option_name, near)}{lists}{own}"
+        return f"{_with_two_dashes(error) or nearest(error.option_name, near)}{lists}{_PLACES.get(path, '')}"
     parameter = getattr(error, "param", None)
     if isinstance(error, click.MissingParameter) and isinstance(parameter, click.Argument):
         if parameter.name == "script":

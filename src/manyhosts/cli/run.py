@@ -190,8 +190,7 @@ def run(**words: Any) -> int:
     job = _job(words)
     titles.set_title(f"manyhosts {shlex.join(sys.argv[1:])}", "manyhosts run")
     target = words["target"] or ("ssh" if job.hosts else "local")
-    kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
-    run_options.see_arguments(words["script"], words["arguments"], kind)
+    run_options.see_arguments(words["script"], words["arguments"], job.kind)
     for note in _crowd(job) if target == "local" else []:
         print(f"manyhosts: {note}", file=sys.stderr, flush=True)
     launcher = LAUNCHERS.load(target)()

@@ -288,14 +288,14 @@ def _top_folder(path: str) -> str:
     return f"{before}{installed}{top}" if installed and below_it else os.path.dirname(path)
 
 
+_real = functools.cache(os.path.realpath)
+
+
 @functools.cache  # thousands of files are in some hundred such folders
 def _has_own_code(folder: str) -> bool:
     parent, name = os.path.split(folder)
     found = os.path.join(_real(parent), name)  # most have one of a few parents, and are no links themselves
     return not _is_installed(_real(folder) if os.path.islink(found) else found)
-
-
-_real = functools.cache(os.path.realpath)
 
 
 def _is_installed(path: str) -> bool:

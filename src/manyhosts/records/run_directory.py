@@ -150,12 +150,13 @@ class RunDirectory:
         if not self.best.is_dir() and not self.summary.exists():
             return ""
         kept = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
-        kept.mkdir()
-        for record in (self.metrics, self.summary, self.run_json):
+        kept.mkdir(exist_ok=True)
+        for record in (self.metrics, self.run_json):  # these say how the training before broke off
             if record.exists():
                 shutil.copy2(record, kept)
-        if self.best.is_dir():
-            self.best.rename(kept / self.best.name)
+        for found in (self.best, self.summary):  # moved, so that a start that breaks off finds nothing to keep again
+            if found.exists():
+                found.rename(kept / found.name)
         return str(kept)
 
     def open_for(self, script: Path) -> RunDirectory:

@@ -178,10 +178,10 @@ class Fit:
         self._open_directory()  # no one looks into it before rank 0 has made it
         found, self.loaded = self.snapshot_schedule.begin()
         if self.loaded is None and self.snapshot_schedule.store.leads_disk() and (kept := self.directory.set_aside()):
-            text = (
+            self.world.notes.append(
                 "there is no snapshot to continue from, so training begins again; the records of before, and the best "
+                f"model, are in {kept}"
             )
-            self.world.notes.append(f"{text}model, are in {kept}")
         training, validation = self.training, self.training.validation
         changed = (
             training.inconsistent and max(training.tried, training.under_way) > 0

@@ -128,9 +128,8 @@ class Run(Session):
     ) -> None:
         self._models = models if isinstance(models, Mapping) else {"model": models}
         self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
-        self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else {}
-        if schedulers is not None and schedulers is not self._schedulers:
-            self._schedulers = dict.fromkeys(self._makers, schedulers)
+        one_for_all = {} if schedulers is None else dict.fromkeys(self._makers, schedulers)
+        self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else one_for_all
         self.evaluates = evaluate is not None
         self._own_step = OwnStep()
         self._check_names()

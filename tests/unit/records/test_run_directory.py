@@ -69,3 +69,15 @@ def test_directory_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot make the run directory"):
         RunDirectory(tmp_path / "file" / "run").open_for(Path("train.py"))
+
+
+def test_what_is_set_aside_is_not_set_aside_again(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    assert directory.set_aside() == "", "there is nothing"
+    directory.best.mkdir()
+    for record in (directory.summary, directory.metrics, directory.run_json):
+        record.write_text("{}")
+    kept = Path(directory.set_aside())
+    assert sorted(path.name for path in kept.iterdir()) == ["best", "metrics.jsonl", "run.json", "summary.json"]
+    assert directory.metrics.exists(), "it says how the training before broke off"
+    assert directory.set_aside() == "", "a start that breaks off is made again"

@@ -423,7 +423,7 @@ def attach_callbacks(parts: Parts) -> None:
 
 def make_optimizer(
     module: nn.Module,
-    make: MakeOptimizer | Optimizer,
+    make: MakeOptimizer,
     settings: Settings,
     strategy: Strategy,
     *,
@@ -438,19 +438,6 @@ def make_optimizer(
     Raises:
         ConfigError: `make` gave something else, or an optimizer of other parameters than those.
     """
-    if not callable(make) and not isinstance(make, Optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(make).__name__}, which cannot be called",
-            where="mh.Trainer(optimizer=…)",
-            fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-        )
-    if isinstance(make, Optimizer):
-        kind = type(make).__name__
-        raise ConfigError(
-            f"optimizer is the {kind} of a model, made before the workers share the model",
-            where="mh.Trainer(optimizer=…)",
-            fix=f"write optimizer=lambda params: torch.optim.{kind}(params, lr={make.param_groups[0]['lr']:g})",
-        )
     step_without_compiler()
     try:
         with warnings.catch_warnings():

@@ -36,7 +36,8 @@ _TO_CALL = {
     "loss": "a function of outputs and targets: loss=nn.CrossEntropyLoss()",
     "step": "a function of the model and a batch that returns the loss: step=function(model, batch)",
     "schedule": "a function of the optimizer: schedule=lambda optimizer: StepLR(optimizer, step_size=1000)",
-    "optimizer": "a function of a list of parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
+    "optimizer": "a function of a list of parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1), or "
+    "torch.optim.AdamW(params, lr=1e-3)",
 }
 _GIVEN = {
     "loss": ("outputs", "targets"),
@@ -93,6 +94,13 @@ def check_given(
             where="mh.Trainer(model=…)",
             fix=f"write model=lambda: {name}(…), with its arguments",
         )
+    if isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"optimizer is the {kind} of a model, made before the workers share the model",
+            where="mh.Trainer(optimizer=…)",
+            fix=f"write optimizer=lambda params: torch.optim.{kind}(params, lr={optimizer.param_groups[0]['lr']:g})",
+        )
     if isinstance(schedule, LRScheduler):
         name = type(schedule).__name__
         raise ConfigError(
@@ -108,8 +116,7 @@ def check_given(
             if type(metrics).__name__ == "MetricCollection"
             else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
         )
-    made = None if not callable(optimizer) else optimizer  # where it is made, it is said what it is
-    _see_that_called(model=model, loss=loss, step=step, optimizer=made, schedule=schedule)
+    _see_that_called(model=model, loss=loss, step=step, optimizer=optimizer, schedule=schedule)
     if callable(listeners) or not isinstance(listeners, Iterable) or not all(callable(each) for each in listeners):
         kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(
@@ -121,7 +128,7 @@ def _see_that_called(*, model: Any, **others: Any) -> None:
     if model is None:
         raise ConfigError("the model is None", where="mh.Trainer(model=…)", fix=f"give {_TO_CALL['model']}")
     for name, function in {"model": model, **others}.items():
-        if function is not None:
+        if function is not None or name == "optimizer":  # the others may be left out
             check_called(name, function, _GIVEN.get(name), where=f"mh.Trainer({name}=…)", fix=f"give {_TO_CALL[name]}")
 
 

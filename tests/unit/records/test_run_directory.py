@@ -75,8 +75,8 @@ def test_what_is_set_aside_is_not_set_aside_again(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     assert directory.set_aside() == "", "there is nothing"
     directory.best.mkdir()
-    for record in (directory.summary, directory.metrics, directory.run_json):
-        record.write_text("{}")
+    for kept_file in (directory.summary, directory.metrics, directory.run_json):
+        kept_file.write_text("{}")
     kept = Path(directory.set_aside())
     assert sorted(path.name for path in kept.iterdir()) == ["best", "metrics.jsonl", "run.json", "summary.json"]
     assert directory.metrics.exists(), "it says how the training before broke off"

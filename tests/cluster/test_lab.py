@@ -34,13 +34,14 @@ def test_hosts_have_their_own_names_addresses_and_processes(four: Lab) -> None:
 
 
 def test_what_one_host_writes_no_other_host_sees(four: Lab) -> None:
-    places = ["/root", "/tmp", "/etc", str(Path.cwd())]
+    name = f"mine-{uuid.uuid4().hex}"  # the desk has this machine's folders, in which others may have a "mine"
+    places = [f"{place}/{name}" for place in ("/root", "/tmp", "/etc", Path.cwd())]
     for place in places:
-        four[0].run(["touch", f"{place}/mine"])
-    script = "; ".join(f"ls {place}/mine" for place in places)
+        four[0].run(["touch", place])
+    script = "; ".join(f"ls {shlex.quote(place)}" for place in places)
     seen = [host.run(["sh", "-c", script], check=False).stdout for host in (four[1], four.desk)]
     for place in places:
-        four[0].run(["rm", f"{place}/mine"])
+        four[0].run(["rm", place])
     assert seen == ["", ""]
 
 

@@ -84,6 +84,14 @@ def test_one_kind_of_batch_size_replaces_the_other() -> None:
     assert (after.batch_size, after.batch_size_per_worker) == (None, 8)
 
 
+@pytest.mark.parametrize("given", ["snapshots=20", "best=psnr", "early_stopping=loss"])
+def test_name_of_several_settings_is_answered_with_all_of_them(given: str) -> None:
+    group = given.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"'{group}' is the name of several settings") as refused:
+        overrides.parse([given])
+    assert all(each in refused.value.fix for each in overrides.known_keys() if each.startswith(f"{group}."))
+
+
 def test_unknown_key_is_refused_with_the_nearest_and_the_way_to_all() -> None:
     with pytest.raises(ConfigError) as refused:
         overrides.parse(["batchsize=3"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import click
 from manyhosts.cli.columns import print_columns
 from manyhosts.config.snapshots import is_address
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.launchers.named_runs import directory_or_store
+from manyhosts.launchers.named_runs import LAST, directory_or_store
 from manyhosts.snapshot import condition
 from manyhosts.snapshot.condition import Condition
 from manyhosts.snapshot.location import Folder, SnapshotLocation
@@ -28,7 +29,20 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _trace = click.option("--trace", is_flag=True, help="Show where in manyhosts an error was raised.")
 
 
-@click.group()
+class _OfRun(click.Group):
+    """Its verbs take a run; so `snapshots RUN`, without one, is answered with what lists them."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        word = args[0] if args else ""
+        if word not in self.commands and (word == LAST or "/" in word or Path(word).is_dir()):
+            what = f"{word} is what to look at, and what to do with it is missing"
+            raise ConfigError(what, fix=f"to list its snapshots: manyhosts snapshots ls {shlex.quote(word)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_OfRun)
 def snapshots() -> None:
     """What a run can be resumed from, and whether it is complete.
 

@@ -123,6 +123,9 @@ def check_keys(
     """
     known = known_keys()
     for key in overrides:
+        if own := [each for each in known if each.startswith(f"{key}.")]:
+            what = f"{key!r} is the name of several settings, and none itself"
+            raise ConfigError(what, where=where, fix=f"set one of {', '.join(own)}; more: manyhosts run --set help")
         if key not in known:
             raise ConfigError(
                 f"there is no setting named {key!r}",

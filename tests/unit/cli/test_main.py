@@ -47,6 +47,13 @@ def test_group_without_its_verb_shows_its_help(capsys: pytest.CaptureFixture[str
     assert (said.out + said.err).startswith("Usage: manyhosts snapshots")
 
 
+def test_run_without_a_verb_of_snapshots_is_answered_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshots", "last"]) == 2
+    assert "manyhosts snapshots ls last" in capsys.readouterr().err
+    assert main(["snapshots", "veryfy"]) == 2
+    assert "Did you mean 'verify'?" in capsys.readouterr().err
+
+
 def test_help_is_given_after_a_verb_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "help"]) == 0
     assert capsys.readouterr().out.startswith("Usage: manyhosts run")

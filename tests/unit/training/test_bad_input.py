@@ -322,6 +322,18 @@ def test_targets_that_a_loss_cannot_take_are_said_in_a_sentence(
     assert fix in caught.value.fix
 
 
+@pytest.mark.parametrize("of_model", [torch.float32, torch.float64])
+def test_numbers_of_numpy_are_refused_by_a_model_that_cannot_take_them(of_model: torch.dtype, tmp_path: Path) -> None:
+    samples = TensorDataset(torch.randn(8, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
+    given: dict[str, Any] = {"model": nn.Linear(4, 3).to(of_model), "data": mh.Data(samples, batch_size=4)}
+    if of_model == torch.float64:
+        assert trainer(tmp_path, **given).fit("1 epoch").steps == 2
+        return
+    with pytest.raises(ConfigError, match="the model cannot take inputs of float64, as NumPy makes them") as caught:
+        trainer(tmp_path, **given).fit("1 epoch")
+    assert "float32" in caught.value.fix
+
+
 def test_step_that_goes_backward_itself_is_said_in_a_validation_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

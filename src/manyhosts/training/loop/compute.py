@@ -98,7 +98,7 @@ class ForwardPass:
             else:
                 assert self.loss is not None, "a trainer has either a loss or a step"
                 inputs, targets = pair(batch)
-                values = {"loss": loss_of(self.loss, model(inputs), targets)}
+                values = {"loss": loss_of(self.loss, outputs_of(model, inputs), targets)}
         if isinstance(values, Terms):
             values = values.counted(piece)
         check_gradient(values["loss"], _where(self.step))
@@ -131,7 +131,7 @@ class ForwardPass:
             return step_values(self.step(model, batch))
         assert self.loss is not None, "a trainer has either a loss or a step"
         inputs, targets = pair(batch)
-        return {"loss": loss_of(self.loss, model(inputs), targets)}
+        return {"loss": loss_of(self.loss, outputs_of(model, inputs), targets)}
 
 
 def check_gradient(loss: Tensor, where: str, *, of: str = "that is trained") -> None:
@@ -156,6 +156,25 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 def _where(step: UserStep | None) -> str:
     return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
+
+
+def outputs_of(model: nn.Module, inputs: Any) -> Any:
+    """What `model` returns for `inputs`.
+
+    Raises:
+        ConfigError: it computes in float32 and they are of float64, as NumPy makes them.
+    """
+    try:
+        return model(inputs)
+    except RuntimeError as cause:
+        doubles = isinstance(inputs, Tensor) and inputs.dtype == torch.float64
+        if not doubles or any(each.dtype == torch.float64 for each in model.parameters()):
+            raise
+        raise ConfigError(
+            f"the model cannot take inputs of float64, as NumPy makes them: {first_line(cause)}",
+            where="mh.Data(train=…)",
+            fix="give float32: torch.from_numpy(array).float(), or array.astype('float32'), in the dataset",
+        ) from cause
 
 
 def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:

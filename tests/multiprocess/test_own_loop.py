@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ import torch
 from commands import summary
 from launching import MANYHOSTS, alive, environment, family, wait_until
 from runs import step_lines
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import TensorDataset
 
 import manyhosts as mh
+from manyhosts.config import overrides
+from manyhosts.errors import ConfigError
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("own_loop_script.py")
@@ -49,6 +54,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["weights_sha256"] == expected["weights_sha256"]
     assert [line["step"] for line in found["lines"]] == list(range(1, STEPS + 1))
     assert found["losses"] == expected["losses"]
+    assert [line["lr"] for line in found["lines"]] == [line["lr"] for line in expected["lines"]]
     assert str(found["kept"]) == str(expected["kept"])
 
 
@@ -67,15 +73,16 @@ def test_bits_are_those_of_one_worker(tmp_path: Path, undisturbed: dict[str, Any
 
 @pytest.mark.parametrize(
     "place",
-    ["5:between", pytest.param("6:begin", marks=pytest.mark.slow), pytest.param("13:end", marks=pytest.mark.slow)],
-)  # a worker that dies between two updates is the hardest of the three
+    ["5:between", pytest.param("6:begin", marks=pytest.mark.slow), "6:end"],
+)
 def test_killed_worker_costs_one_step_wherever_in_it_dies(
     tmp_path: Path, undisturbed: dict[str, Any], place: str
 ) -> None:
-    found = trained(tmp_path, 3, f"{STEPS} steps", PARTS, place)
-    assert_same(found, undisturbed)
+    goes_on = place == "6:end"  # that what it had after the loss is in its snapshots, too
+    found = trained(tmp_path, 3, "9 steps" if goes_on else f"{STEPS} steps", PARTS, place)
     assert found["restarts"] == 1
     assert found["steps_redone"] == 1
+    assert_same(trained(tmp_path, 3, f"{STEPS} steps", PARTS, "no") if goes_on else found, undisturbed)
 
 
 def killed_with_all_it_started(folder: Path, snapshot: int, *words: str, script: Path = SCRIPT) -> None:
@@ -90,6 +97,56 @@ def killed_with_all_it_started(folder: Path, snapshot: int, *words: str, script:
         os.kill(each.pid, signal.SIGKILL)
     process.communicate()
     wait_until(lambda: not alive(everything), "nothing outlives it")
+
+
+def with_a_schedule(folder: Path, kind: Any, schedule: Any, lr: float = 0.5) -> mh.Run:
+    return mh.Run(
+        models=lambda: torch.nn.Linear(3, 1),
+        optimizers=lambda params: kind(params, lr),
+        schedulers=schedule,
+        data=mh.Data(train=TensorDataset(torch.arange(36.0).view(12, 3) / 36), batch_size=4),
+        run_dir=folder,
+    )
+
+
+def step(run: mh.Run) -> None:
+    run.backward(lambda batch: run.models["model"](batch[0]).square().mean())
+    run.update()
+
+
+def rates(folder: Path) -> list[float]:
+    return [line["lr"] for line in step_lines(folder)]
+
+
+def falling(optimizer: torch.optim.Optimizer) -> schedules.LRScheduler:
+    return schedules.LambdaLR(optimizer, lambda step: 0.9**step)
+
+
+def halved(optimizer: torch.optim.Optimizer) -> schedules.LRScheduler:
+    return schedules.StepLR(optimizer, 2, 0.5)
+
+
+@pytest.mark.parametrize("schedule", [falling, halved])
+def test_rate_or_schedule_that_a_resume_changes_is_as_if_it_had_been_so_from_the_beginning(
+    tmp_path: Path, schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_a_schedule(tmp_path / "a", torch.optim.SGD, schedule).fit(step, "3 steps")
+    with_a_schedule(tmp_path / "a", torch.optim.SGD, schedule, lr=0.1).fit(step, "6 steps")
+    with_a_schedule(tmp_path / "b", torch.optim.SGD, schedule, lr=0.1).fit(step, "6 steps")
+    assert rates(tmp_path / "a")[3:] == pytest.approx(rates(tmp_path / "b")[3:], rel=1e-12)
+    other = falling if schedule is halved else halved
+    with_a_schedule(tmp_path / "b", torch.optim.SGD, other, lr=0.1).fit(step, "9 steps")
+    with_a_schedule(tmp_path / "c", torch.optim.SGD, other, lr=0.1).fit(step, "9 steps")
+    assert rates(tmp_path / "b")[6:] == pytest.approx(rates(tmp_path / "c")[6:], rel=1e-12)
+    monkeypatch.setenv(overrides.VARIABLE, json.dumps({"lr": "0.1"}))
+    with_a_schedule(tmp_path / "d", torch.optim.SGD, other).fit(step, "9 steps")
+    assert rates(tmp_path / "d") == rates(tmp_path / "c")
+
+
+def test_other_kind_of_optimizer_is_refused_by_a_resume(tmp_path: Path) -> None:
+    with_a_schedule(tmp_path, torch.optim.SGD, halved).fit(step, "3 steps")
+    with pytest.raises(ConfigError, match="optimizer is Adam, and the run began with SGD"):
+        with_a_schedule(tmp_path, torch.optim.Adam, halved).fit(step, "6 steps")
 
 
 @pytest.mark.parametrize("every", ["7 steps", pytest.param("3 steps", marks=pytest.mark.slow)])

@@ -132,6 +132,7 @@ class Run(Session):
         self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else one_for_all
         self.evaluates = evaluate is not None
         self._own_step = OwnStep()
+        self._own_step.make_schedulers = self._make_schedulers
         self._check_names()
         parts = options.get("virtual_workers")
         if data is None:
@@ -214,8 +215,10 @@ class Run(Session):
                 )
             fuse(found, holds_full_model=True)
             made[name] = found
-        combined = CombinedOptimizer(made)
-        schedulers: dict[str, LRScheduler] = {name: make(made[name]) for name, make in self._schedulers.items()}
+        return CombinedOptimizer(made)
+
+    def _make_schedulers(self, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
+        schedulers: dict[str, LRScheduler] = {name: make(optimizers[name]) for name, make in self._schedulers.items()}
         for name, each in schedulers.items():
             if isinstance(each, ReduceLROnPlateau):
                 raise ConfigError(
@@ -223,8 +226,7 @@ class Run(Session):
                     where="mh.Run(schedulers=…)",
                     fix="take a scheduler that counts steps, such as torch.optim.lr_scheduler.CosineAnnealingLR",
                 )
-        self._own_step.take_optimizers(combined, schedulers)
-        return combined
+        return schedulers
 
     def _parameters(self, names: Sequence[str]) -> Parameters:
         """Those of the models of these names: each called as in its model, or after the model's name among several."""

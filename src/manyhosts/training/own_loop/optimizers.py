@@ -19,9 +19,9 @@ class CombinedOptimizer(Optimizer):
         Raises:
             ConfigError: one of them has a state in a form of its own, or two of them share a parameter.
         """
-        self.named = dict(named)
+        self.named: dict[str, Optimizer] = {}
         owner: dict[int, str] = {}
-        for name, each in self.named.items():
+        for name, each in named.items():
             if type(each).state_dict is not Optimizer.state_dict:
                 raise ConfigError(
                     f"optimizer {name!r} is a {type(each).__name__} with a state_dict() of its own",
@@ -35,11 +35,18 @@ class CombinedOptimizer(Optimizer):
                         where="mh.Run(optimizers=…)",
                         fix="give each parameter to one optimizer",
                     )
-        super().__init__([{"params": list(each["params"])} for each in self._groups()], {})
-        self.param_groups = self._groups()
+        groups = (group for each in named.values() for group in each.param_groups)
+        super().__init__([{"params": list(each["params"])} for each in groups], {})
+        self.named = dict(named)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    @property
+    def param_groups(self) -> Any:
+        """Those of the optimizers, as they are now: one whose state is loaded has new ones."""
         return [group for each in self.named.values() for group in each.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, given: Any) -> None:
+        """Nothing, as for `state`."""
 
     @property
     def state(self) -> Any:
@@ -67,4 +74,3 @@ class CombinedOptimizer(Optimizer):
                 }
             )
             begin = end
-        self.param_groups = self._groups()

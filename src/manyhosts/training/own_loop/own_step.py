@@ -139,6 +139,8 @@ class OwnStep:
         """Where the user's step is written."""
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
         """How a function of the user's is called; who watches a run may put another in its place."""
+        self.make_schedulers: Callable[[Mapping[str, Optimizer]], dict[str, LRScheduler]] = lambda _named: {}
+        """Gives the schedulers, by the names of their optimizers."""
         self.logged: dict[str, Tensor] = {}
         self._broken: Exception | None = None
         """What a call of this step was broken off by."""
@@ -184,14 +186,17 @@ class OwnStep:
         self.model, self.compute, self._placed = placed, compute, list(placed.parameters())
         self._modules = set(placed.modules())
 
-    def take_optimizers(self, combined: CombinedOptimizer, schedulers: Mapping[str, LRScheduler]) -> None:
-        """Know the optimizers, which are made after the models were placed."""
+    def take_optimizers(self, combined: Optimizer) -> dict[str, LRScheduler]:
+        """Know the optimizers, which are made after the models were placed. Returns the schedulers, by their names."""
+        assert isinstance(combined, CombinedOptimizer), "mh.Run makes one"
+        schedulers = self.make_schedulers(combined.named)
         for name, each in combined.named.items():
             parameters = [parameter for group in each.param_groups for parameter in group["params"]]
             with _trained(self._placed, parameters, also_frozen=True):
                 sums = self.strategy.make_group(parameters)
             has_all = len({id(parameter) for parameter in parameters}) == len(self._placed)
             self.groups[name] = Group(name, each, parameters, schedulers.get(name), sums, has_all)
+        return schedulers
 
     # A step.
 

@@ -101,6 +101,9 @@ class Parts:
     """What BatchNorm layers take for their batch in a step; None where there are none, or they are PyTorch's own."""
     optimizer: Optimizer
     schedule: LRScheduler | None
+    """That of a trainer."""
+    schedules: Mapping[str, LRScheduler]
+    """By the name of its optimizer, which is empty in a trainer."""
     warmup: learning_rate.WarmUp
     precision: Precision
     compute: ForwardPass
@@ -297,6 +300,10 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     source = cut_source(batch)
     options = options_of(made_optimizer)
     made_schedule = _make_schedule(schedule, made_optimizer, data)
+    schedules = {} if made_schedule is None else {"": made_schedule}
+    if own_step is not None:
+        schedules = own_step.take_optimizers(made_optimizer)
+    _check_rates(settings, options, made_optimizer, schedules)
     return Parts(
         settings=settings,
         chosen_for=chosen_for,
@@ -306,6 +313,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         batch_norm=norm,
         optimizer=made_optimizer,
         schedule=made_schedule,
+        schedules=schedules,
         warmup=learning_rate.WarmUp.of(settings.warmup, source.steps_per_epoch),
         precision=precision,
         compute=compute,
@@ -314,7 +322,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         watcher=watcher,
         auditor=auditor,
         source=source,
-        initial_optimizer=InitialOptimizer.of(made_optimizer, made_schedule, options=options, model=placed),
+        initial_optimizer=InitialOptimizer.of(made_optimizer, schedules, options=options, model=placed),
         data_identity=DataIdentity(
             data.train,
             seed=settings.seed,
@@ -368,6 +376,28 @@ def _make_schedule(make: MakeSchedule | None, optimizer: Optimizer, data: Data) 
             fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
         )
     return schedule
+
+
+def _check_rates(
+    settings: Settings,
+    before: Sequence[Mapping[str, Any]],
+    optimizer: Optimizer,
+    schedules: Mapping[str, LRScheduler],
+) -> None:
+    """See that schedules leave the optimizer's rates where a setting changes these.
+
+    Raises:
+        ConfigError: one begins with rates of its own, as OneCycleLR and CyclicLR do.
+    """
+    setting = "lr" if settings.lr is not None else "lr_scaling" if settings.lr_scaling else ""
+    now = [group.get("initial_lr", old["lr"]) for group, old in zip(optimizer.param_groups, before, strict=True)]
+    if setting and any(rate != old["lr"] for rate, old in zip(now, before, strict=True)):
+        kinds = " or ".join(sorted({type(each).__name__ for each in schedules.values()}))
+        raise ConfigError(
+            f"{setting} would have no effect: {kinds} begins with learning rates of its own",
+            where=setting,
+            fix=f"leave {setting} out, and change the rates that the schedule is given, such as max_lr, in the script",
+        )
 
 
 def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World) -> nn.Module:

@@ -127,28 +127,29 @@ _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_
 
 @dataclass(frozen=True, slots=True)
 class InitialOptimizer:
-    """One optimizer and its schedule."""
+    """One optimizer and its schedules."""
 
     asked: Mapping[str, Any]
-    """In plain values: `optimizer`, `groups`, `options` of each group, `schedule`."""
+    """In plain values: `optimizer`, `groups`, `options` of each group, `schedule`; of an own loop `schedules`, too."""
     options: Sequence[Mapping[str, Any]] = ()
-    """Of each group, with what the schedule has put there."""
-    schedule: Mapping[str, Any] = field(default_factory=dict)
-    """The schedule's `state_dict`."""
+    """Of each group, with what the schedules have put there."""
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The `state_dict` of each schedule: by the name of its optimizer, which is empty in a trainer."""
 
     @classmethod
     def of(
         cls,
         optimizer: Optimizer,
-        schedule: LRScheduler | None,
+        schedules: Mapping[str, LRScheduler],
         *,
         options: Sequence[Mapping[str, Any]],
         model: nn.Module,
     ) -> InitialOptimizer:
-        """Look at both before the first step. `options`: those of the groups before the schedule was made."""
+        """Look at both before the first step. `options`: those of the groups before a trainer's schedule was made."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        named: Mapping[str, Optimizer] = getattr(optimizer, "named", {})
         asked = {
-            "optimizer": type(optimizer).__name__,
+            "optimizer": ", ".join(type(each).__name__ for each in named.values()) or type(optimizer).__name__,
             "groups": [
                 {
                     "tensors": len(group["params"]),
@@ -157,43 +158,54 @@ class InitialOptimizer:
                 for group in optimizer.param_groups
             ],
             "options": [_plain_options(each) for each in options],
-            "schedule": None if schedule is None else _plain_schedule(schedule, options, optimizer),
+            "schedule": _plain_schedule(schedules[""], options, optimizer) if "" in schedules else None,
         }
-        state = {} if schedule is None else copy.deepcopy(schedule.state_dict())
-        return cls(asked, options_of(optimizer), state)
+        if named:
+            asked["schedules"] = {name: _plain_schedule(each) for name, each in schedules.items()}
+        states = {name: copy.deepcopy(each.state_dict()) for name, each in schedules.items()}
+        return cls(asked, options_of(optimizer), states)
 
     def after_steps(
-        self, optimizer: Optimizer, schedule: LRScheduler | None, *, steps: int, kept: Mapping[str, Any], asked: Any
+        self,
+        optimizer: Optimizer,
+        schedules: Mapping[str, LRScheduler],
+        *,
+        steps: int,
+        kept: Mapping[str, Any],
+        asked: Any,
     ) -> None:
-        """Have options and schedule as after `steps` steps. `kept` is what a snapshot kept of both; `asked`, under
+        """Have options and schedules as after `steps` steps. `kept` is what a snapshot kept of both; `asked`, under
         which options it was made.
 
         Raises:
-            ConfigError: the schedule is shorter than that.
+            ConfigError: a schedule is shorter than that.
         """
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             speed = {key: group[key] for key in _ABOUT_SPEED & group.keys()}
             for key in group.keys() - {"params"}:
                 del group[key]
             group.update({**copy.deepcopy(dict(options)), **speed})
-        if schedule is None:
-            return
-        schedule.load_state_dict(copy.deepcopy(dict(self.schedule)))
-        if isinstance(schedule, ReduceLROnPlateau):
-            _resume_plateau(optimizer, schedule, kept, asked)
-            return
-        done = int(kept["schedule"].get("last_epoch", steps))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                for _ in range(done):
-                    schedule.step()
-        except ValueError as cause:
-            raise ConfigError(
-                f"the schedule does not reach to step {done}, where the run is: {cause}",
-                where="schedule",
-                fix="make it as long as the entire run is to be, counted from the first step",
-            ) from cause
+        before = {name: each for own in kept.get("objects", {}).values() for name, each in own["schedulers"].items()}
+        for name, schedule in schedules.items():
+            schedule.load_state_dict(copy.deepcopy(dict(self.schedules[name])))
+            if isinstance(schedule, ReduceLROnPlateau):
+                _resume_plateau(optimizer, schedule, kept, asked)
+            else:
+                _step(schedule, int((before.get(name) or kept["schedule"]).get("last_epoch", steps)))
+
+
+def _step(schedule: LRScheduler, times: int) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(times):
+                schedule.step()
+    except ValueError as cause:
+        raise ConfigError(
+            f"the schedule does not reach to step {times}, where the run is: {cause}",
+            where="schedule",
+            fix="make it as long as the entire run is to be, counted from the first step",
+        ) from cause
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -223,10 +235,12 @@ def _hash_of(names: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
-def _plain_schedule(schedule: LRScheduler, before: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
+def _plain_schedule(
+    schedule: LRScheduler, before: Sequence[Mapping[str, Any]] = (), optimizer: Optimizer | None = None
+) -> dict[str, Any]:
     """Its kind, its own parameters, and what it has put into the optimizer's groups besides the rate."""
     groups = []
-    for old, group in zip(map(_plain_options, before), optimizer.param_groups, strict=True):
+    for old, group in zip(map(_plain_options, before), optimizer.param_groups if optimizer else (), strict=True):
         now = _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
         groups.append({key: value for key, value in now.items() if key not in old or old[key] != value})
     own = _plain_values(_own_parameters(schedule.state_dict()))

@@ -136,7 +136,7 @@ def _equal_everywhere(parts: Parts) -> dict[str, Any]:
 def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedule: bool = True) -> None:
     """Put what `training_state_dict` gave, here or on another worker, into `parts`.
 
-    `own`: this worker has stepped alone, and keeps its model and optimizer. `schedule`: whether it is of the schedule
+    `own`: this worker has stepped alone, and keeps its model and optimizer. `schedule`: whether it is of the schedules
     of `parts`.
     """
     if not own:
@@ -150,7 +150,8 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
     torch.set_rng_state(kept["random"]["torch"])
     for name, each in parts.objects.items():
         if name in kept.get("objects", {}):  # snapshots of before have none
-            each.load_state_dict(kept["objects"][name])
+            state = kept["objects"][name]
+            each.load_state_dict(state if schedule else {**state, "schedulers": {}})
 
 
 def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:

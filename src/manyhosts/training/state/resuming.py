@@ -125,6 +125,8 @@ _STRUCTURE = {
 """Options of a strategy that say what it keeps."""
 _ABSENT = {"schedule_every": "step"}
 """What a snapshot means that was made before the key was known."""
+_UNSAID = "CombinedOptimizer"
+"""What snapshots of before say of the optimizers of a loop of one's own."""
 _ABSENT_OF_STRATEGY = {"shard": 1, "units": [], "zero": 3}
 """The same of options of strategies: those of copies that step alone."""
 _WATCHED = ("metric", "mode")
@@ -197,7 +199,7 @@ def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
     """Each thing that must not have changed: the kind of error, and the sentence."""
     plain = [key for row in TABLE if row.refused for key in row.keys if key not in ("model", "groups", "data")]
     for key in plain:
-        if (begun := before.get(key, _ABSENT.get(key))) != now[key]:
+        if (begun := before.get(key, _ABSENT.get(key))) not in (now[key], _UNSAID):
             yield ConfigError, f"{key} is {_word(now[key])}, and the run began with {_word(begun)}"
     if len(before["groups"]) != len(now["groups"]):
         counts = len(now["groups"]), len(before["groups"])
@@ -226,6 +228,10 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
         for key, words in _others_in_words(old, new):
             yield "options", f"{key}{of_group} {words}"
     yield from _schedule_changes(before["schedule"] or {}, now["schedule"] or {})
+    own = now.get("schedules", {})
+    begun_with = before.get("schedules", own)  # snapshots of before do not say
+    for name in {**begun_with, **own}:
+        yield from _schedule_changes(begun_with.get(name, {}), own.get(name, {}))
     absent = {key: value for key, value in _ABSENT_OF_STRATEGY.items() if key in now["strategy"]}
     for key, words in _others_in_words({**absent, **before["strategy"]}, now["strategy"]):
         yield "strategy", f"{'strategy' if key == 'name' else key} {words}"

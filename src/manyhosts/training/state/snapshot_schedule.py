@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from manyhosts.config.settings import Settings
-from manyhosts.config.stopping import EarlyStopping
+from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import Single
 from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
@@ -46,7 +46,7 @@ class SnapshotSchedule:
         """Hears what becomes of snapshots."""
         self.rule = settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")
         """Which metric early stopping, and a schedule that follows validations, watch, and what is better."""
-        self.best_rule = settings.best or self.rule
+        self.best_rule = settings.best or Best(self.rule.metric, self.rule.mode)
         """By which metric the best model is chosen."""
         to, keep = settings.snapshots.to, settings.snapshots.keep
         self.second = None if to is None else RemoteCopy(to, directory, keep=keep, script=script, world=parts.world)
@@ -286,7 +286,7 @@ class SnapshotSchedule:
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
             parts.initial_optimizer.after_steps(
-                parts.optimizer, parts.schedule, steps=state.step, kept=kept, asked=asked
+                parts.optimizer, parts.schedules, steps=state.step, kept=kept, asked=asked
             )
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))

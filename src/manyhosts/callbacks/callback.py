@@ -141,25 +141,44 @@ _ARGUMENTS = {
 
 _LIKE = 0.85
 """How alike two names are of which one is the other mistyped."""
+_ELSEWHERE = {
+    **dict.fromkeys(("setup", "on_fit_start"), "attach"),
+    **dict.fromkeys(("on_train_start", "on_train_begin", "on_train_epoch_start", "on_epoch_begin"), "begin"),
+    **dict.fromkeys(("on_train_batch_start", "on_step_begin", "before_step"), "after_step"),
+    **dict.fromkeys(("on_train_batch_end", "on_step_end", "on_batch_end", "on_before_zero_grad"), "after_step"),
+    **dict.fromkeys(("on_train_epoch_end", "on_epoch_end"), "after_epoch"),
+    **dict.fromkeys(("on_validation_end", "on_validation_epoch_end", "on_evaluate"), "after_validation"),
+    **dict.fromkeys(("on_train_end", "on_fit_end", "teardown"), "end"),
+}
+"""What other trainers call a point of a run, and the one here that is nearest."""
+POINTS = ("attach", "begin", "after_step", "after_epoch", "after_validation", "end")
+"""The methods that are called with the moment alone."""
 
 
 def _check_methods(callback: Callback) -> None:
-    """See that none of its methods has almost the name of one that is called here.
+    """See that it has a method that is called here, and none that has almost the name of one, or another trainer's.
 
     Raises:
-        ConfigError: one has, and would never be called.
+        ConfigError: it has none, or one that would never be called.
     """
     kind, known = type(callback), {name for name in vars(Callback) if not name.startswith("_")}
+    own = _own(kind)
     for name in dir(kind):
         if name in known or name.startswith("_") or not callable(getattr(kind, name)):
             continue
-        meant = get_close_matches(name, [each for each in known if each not in _own(kind)], n=1, cutoff=_LIKE)
-        if meant:
+        like = get_close_matches(name, [each for each in known if each not in own], n=1, cutoff=_LIKE)
+        if meant := _ELSEWHERE.get(name) or "".join(like):
             raise ConfigError(
                 f"callback {kind.__name__} has a method {name!r}, which nothing calls",
                 where="mh.Trainer(callbacks=…)",
-                fix=f"write def {meant[0]}(…), or, where it is not that, choose another name",
+                fix=f"write def {meant}(self, moment), or, where it is not that, choose another name",
             )
+    if not own & {*known} - {"name"} and not known & vars(callback).keys() - {"name"}:
+        raise ConfigError(
+            f"callback {kind.__name__} has no method that is called",
+            where="mh.Trainer(callbacks=…)",
+            fix=f"write def {POINTS[2]}(self, moment), or another of {', '.join(POINTS)}",
+        )
 
 
 def _own(kind: type[Callback]) -> set[str]:

@@ -18,6 +18,7 @@ _EPOCHS = 'the length of a run is said when it starts: trainer.fit("20 epochs")'
 _STEPS = 'the length of a run is said when it starts: trainer.fit("5000 steps")'
 _WORKERS = "the script says nothing of machines: manyhosts run --workers 2, or --hosts a,b,c"
 _DATA = "data=mh.Data(train=train_set, validation=val_set, batch_size=64): datasets, no loaders"
+_HELD_OUT = "model and data are those of mh.Trainer: mh.Data(train=…, validation=…, test=…)"
 _OPTIMIZER = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 _PIECES = "micro_batch_size=32: the most samples in one forward pass; batch_size stays the total"
 SAMPLER = (
@@ -109,6 +110,23 @@ OF_FIT = {
     "resume_from_checkpoint": OF_TRAINER["ckpt_path"],
 }
 """Of `Trainer.fit`, likewise."""
+OF_OWN_FIT = {
+    name: instead.replace("trainer.fit(", "run.fit(step, ").replace("mh.Trainer(model=", "mh.Run(models=")
+    for name, instead in OF_FIT.items()
+}
+"""Of `Run.fit`, likewise."""
+OF_EVALUATION = {
+    **dict.fromkeys(("model", "dataset", "dataloaders", "dataloader", "loader"), _HELD_OUT),
+    **dict.fromkeys(("ckpt_path", "ckpt"), 'weights="best" or weights="last"'),
+}
+"""Of `Trainer.validate` and `Trainer.test`, likewise."""
+OF_PREDICT = {
+    "model": "mh.Trainer(model=…) has it already",
+    **dict.fromkeys(("dataloaders", "dataloader", "loader"), "trainer.predict(dataset): a Dataset, no loader"),
+    "batch_size": "mh.Data(evaluation_batch_size=…) says how many samples are computed at once",
+    "ckpt_path": 'weights="best" or weights="last"',
+}
+"""Of `Trainer.predict`, likewise."""
 _OF_ANY_DDP = "nothing is needed for that here; leave it out"
 OF_DDP = {
     "bucket_cap_mb": "bucket_mb=25",
@@ -137,13 +155,24 @@ _TO_GIVE = {
     "optimizer": _OPTIMIZER,
     "data": _DATA,
     "train": "train=train_set: a Dataset of torch.utils.data",
+    "step": 'def step(run), as in run.fit(step, "20 epochs")',
+    "path": 'trainer.save("model.pt")',
 }
 """What to write where it is missing."""
 _BY_NAME = {
     "mh.Trainer": "mh.Trainer(model=…, data=…, optimizer=…)",
     "mh.Data": "mh.Data(train=…, batch_size=…)",
     "trainer.fit": 'trainer.fit("20 epochs"): model and data are those of mh.Trainer',
+    "run.fit": 'run.fit(step, "20 epochs"): models and data are those of mh.Run',
+    "trainer.validate": f"trainer.validate(): {_HELD_OUT}",
+    "trainer.test": f"trainer.test(): {_HELD_OUT}",
+    "trainer.predict": "trainer.predict(dataset)",
+    "trainer.save": 'trainer.save("model.pt")',
 }
+
+
+_TAKEN: dict[str, Sequence[str]] = {}
+"""The arguments of each, by what it is called; filled as they are defined."""
 
 
 def answers(
@@ -155,6 +184,8 @@ def answers(
     """
 
     def around(method: Callable[P, R]) -> Callable[P, R]:
+        _TAKEN[who] = [name for name in inspect.signature(method).parameters if name != "self"]
+
         @functools.wraps(method)
         def checked(*given: P.args, **named: P.kwargs) -> R:
             check_by_name(method, who, elsewhere, given[1:], named, more)
@@ -173,6 +204,14 @@ def answering(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[C]],
         return kind
 
     return around
+
+
+def _of_another(name: str) -> str:
+    """Where an argument of that name belongs; empty where nothing has one."""
+    owners = [f"{who}({name}=…)" for who, names in _TAKEN.items() if name in names and who.startswith("mh.")]
+    if name == "duration":
+        return OF_FIT["epochs"]
+    return f"it is an argument of {' and of '.join(owners[:2])}" if owners else ""
 
 
 def check_by_name(
@@ -199,7 +238,7 @@ def check_by_name(
         raise ConfigError(what, where=who, fix=f"write {_BY_NAME.get(who, f'{who}({names[0]}=…)')}")
     for name in named:
         if name not in names:
-            fix = elsewhere.get(name) or f"{nearest(name, names)}known: {', '.join(names)}"
+            fix = elsewhere.get(name) or _of_another(name) or f"{nearest(name, names)}known: {', '.join(names)}"
             raise ConfigError(f"{who} has no argument {name!r}", where=f"{who}({name}=…)", fix=fix)
     for each in known[len(given) :]:
         if each.default is inspect.Parameter.empty and each.name not in named:

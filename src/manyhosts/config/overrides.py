@@ -130,8 +130,8 @@ def check_keys(
             raise ConfigError(
                 f"there is no setting named {key!r}",
                 where=where,
-                fix=f"{_called(key, values.get(key, ''))}{nearest(key, known)}{_like(key, known)}"
-                "all of them: manyhosts run --set help",
+                fix=(_called(key, values.get(key, "")) or f"{nearest(key, known)}{_like(key, known)}")
+                + "all of them: manyhosts run --set help",
             )
 
 
@@ -140,6 +140,12 @@ _CALLED = {
     **dict.fromkeys(("steps", "max_steps", "iterations"), ('duration="{} steps"', "500")),
     **dict.fromkeys(("learning_rate", "learning-rate"), ("lr={}", "0.001")),
     **dict.fromkeys(("batch", "bs"), ("batch_size={}", "64")),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"),
+        ("micro_batch_size=32 (the most samples in one forward pass; batch_size stays the total)", ""),
+    ),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip", "grad_clip"), ("clip_gradients={}", "1.0")),
+    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), ("precision=bf16 (or fp16)", "")),
     **dict.fromkeys(
         ("num_workers", "workers"),
         ("loader_workers={0} (processes that read); --workers {0} for those that train", "2"),

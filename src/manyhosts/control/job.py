@@ -97,12 +97,15 @@ class Job:
     """Seconds that workers get after Ctrl-C or SIGTERM, to save what they have."""
 
     def __post_init__(self) -> None:
-        for name, count, least, most in (
+        counts: Sequence[tuple[str, Any, float, float]] = (
             ("--workers", self.workers_per_node, 1, MOST_WORKERS),
             ("slots", max(self.workers_of.values(), default=1), 1, MOST_WORKERS),
             ("--nodes", self.nodes, 1, MOST_WORKERS),
             ("--restarts", self.restarts, 0, math.inf),
-        ):
+        )
+        for name, count, least, most in counts:
+            if not isinstance(count, int):
+                raise ConfigError(f"{name} is {count!r}", where=name, fix="give an integer, such as 2")
             if count < least:
                 raise ConfigError(f"{name} is {count}", where=name, fix=f"give {least} or more")
             if count > most:

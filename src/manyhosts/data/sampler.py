@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -43,6 +44,10 @@ class Order(Sampler[list[int]]):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
+        for name, value in {"length": length, "batch_size": batch_size}.items():
+            if not isinstance(value, Integral):
+                fix = "write mh.Order(len(dataset), batch_size=64)"
+                raise ConfigError(f"{name} is of the type {type(value).__name__}", where="mh.Order", fix=fix)
         if batch_size < 1 or length < 1:
             raise ConfigError(
                 f"there are {length} samples and batches of {batch_size}",

@@ -164,6 +164,12 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         KeyboardInterrupt: a function was interrupted; its workers have ended.
         ManyhostsError: workers failed; the error is that of the one that failed first.
     """
+    if not callable(task) and not isinstance(task, str | os.PathLike):
+        raise ConfigError(
+            f"a {type(task).__name__} comes where a script's path or a function belongs",
+            where="mh.launch.run",
+            fix="give the function itself, and not what it returns: mh.launch.run(train, [0.1], workers=2)",
+        )
     if isinstance(arguments, str | bytes | Mapping) or not isinstance(arguments, Sequence):
         raise ConfigError(
             f"arguments is {arguments!r:.80}, and not a list of what the script or function is given",

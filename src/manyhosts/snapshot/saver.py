@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,13 @@ class Saver:
     """
 
     def __init__(self, folder: str | Path, snapshots: Snapshots | None = None, **objects: Stateful) -> None:
+        given: Sequence[tuple[Any, Any]] = ((folder, str | os.PathLike), (snapshots, Snapshots | None))
+        if wrong := [type(each).__name__ for each, kinds in given if not isinstance(each, kinds)]:
+            raise ConfigError(
+                f"a {wrong[0]} comes where the folder and mh.Snapshots(…) belong",
+                where="mh.Saver",
+                fix='write mh.Saver("snapshots", mh.Snapshots(every="100 steps"), model=model, optimizer=optimizer)',
+            )
         self.folder, self.settings = Path(folder), snapshots or Snapshots()
         if self.settings.to is not None:
             raise ConfigError(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from manyhosts.config.arguments import OF_RUN, answers
+from manyhosts.config.arguments import OF_OWN_FIT, OF_RUN, answers
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError, ManyhostsError, check_run
 from manyhosts.training.evaluation.predict import Forward, of_inputs
@@ -143,7 +143,7 @@ class Run(Session):
                     fix="give virtual_workers=4, say: the same bits on 1 to 4 workers",
                 )
             data = Data(train=PartNumbers(parts), batch_size=parts, shuffle=False)
-        elif evaluate is None and (data.validation is not None or data.test is not None):
+        elif evaluate is None and isinstance(data, Data) and (data.validation is not None or data.test is not None):
             raise ConfigError(
                 "there is a validation or test set, and nothing says what its loss is",
                 where="mh.Run(evaluate=…)",
@@ -236,6 +236,7 @@ class Run(Session):
         found = {id(each): name for name, each in one.named_parameters()}
         return Parameters(one.parameters(), one, found)
 
+    @answers("run.fit", OF_OWN_FIT)
     def fit(self, step: Callable[[Run], None], duration: str | None = None) -> Result:  # type: ignore[override]
         """Train by `step(run)` until the run is `duration` long; see `Trainer.fit`.
 
@@ -300,12 +301,16 @@ class Run(Session):
         """Step the optimizer, and its scheduler. Returns the norm of the gradient before it is clipped to `clip`."""
         return self._own_step.update(optimizer, clip)
 
-    def log(self, **values: float | Tensor) -> None:
+    def log(self, *unnamed: Any, **values: float | Tensor) -> None:
         """Record values with this step; those of rank 0 are written.
 
         Raises:
-            ConfigError: it is called outside of a step, or a value is not one number.
+            ConfigError: it is called outside of a step, or a value has no name or is not one number.
         """
+        if unnamed:
+            kind = type(unnamed[0]).__name__
+            what = f"run.log takes values by name, and a {kind} comes without one"
+            raise ConfigError(what, where="run.log", fix="write run.log(accuracy=0.9), or run.log(**values) of a dict")
         if self._own_step.pieces is None:
             raise ConfigError(
                 "run.log is called outside of a step, so that there is no step to record it with",

@@ -19,7 +19,7 @@ from manyhosts.cluster.place import Place
 from manyhosts.cluster.reports import Reporter
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.config import overrides
-from manyhosts.config.arguments import OF_FIT, answers
+from manyhosts.config.arguments import OF_EVALUATION, OF_FIT, OF_PREDICT, answers
 from manyhosts.config.init_from import InitFrom
 from manyhosts.config.mesh import Mesh
 from manyhosts.config.settings import ActivationCheckpointing, Settings
@@ -46,12 +46,12 @@ from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.setup import trained_module
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
-from manyhosts.training.setup.model_checks import check_given, check_is_main, with_direction
+from manyhosts.training.setup.model_checks import check_callbacks, check_given, check_is_main, with_direction
 from manyhosts.training.setup.parameter_groups import MakeOptimizer
 from manyhosts.training.setup.run_place import RunPlace, unread_options
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.sharded_state import full_state
-from manyhosts.training.state.weights import Used, best_model, frozen, holding, load_initial
+from manyhosts.training.state.weights import Used, chosen, frozen, holding, load_initial
 from manyhosts.training.telemetry.result import Result
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class Session:
         self.settings = with_direction(self.settings, data, self.metrics)
         self.loss, self.step = loss, step
         self.listeners, acting = list(listeners), Callbacks(options.get("callbacks", ()))
+        check_callbacks(acting)
         init_from = options.get("init_from")
         init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
         self._session = session = ProcessSession.current()
@@ -265,6 +266,7 @@ class Session:
             provider=self._provider if self._run is not None else None,
         )
 
+    @answers("trainer.validate", OF_EVALUATION)
     def validate(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
         """`loss` and every metric over the entire validation set, each sample once. `weights` as in `test`.
 
@@ -297,6 +299,7 @@ class Session:
         run.run_log.emit(news)
         run.run_log.flush()
 
+    @answers("trainer.test", OF_EVALUATION)
     def test(self, *, weights: Literal["best", "last"] = "best") -> dict[str, float]:
         """`loss` and every metric over the entire test set, each sample once.
 
@@ -311,6 +314,7 @@ class Session:
             values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
         return values
 
+    @answers("trainer.predict", OF_PREDICT)
     def predict(
         self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
     ) -> Any:
@@ -348,6 +352,7 @@ class Session:
         """Whether this worker is the one that does what is to be done once: rank 0."""
         return Place.from_environment().rank == 0
 
+    @answers("trainer.save", {})
     def save(self, path: str | Path, *, weights: Literal["best", "last"] = "best") -> None:
         """Write the model's weights to one file, once: `.safetensors`, or `.pt` with a `state_dict`.
 
@@ -361,7 +366,7 @@ class Session:
         self._call(lambda: self._save(file, weights))
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
-        best = best_model(self._run) if weights == "best" else None
+        best = chosen(weights, self._run)
         state: Mapping[str, Any] = {}
         if best is None:
             with self.parts.callbacks.evaluated(self.parts.trained):

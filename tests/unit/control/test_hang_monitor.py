@@ -45,6 +45,7 @@ class Scene:
         self.state, self.group = begun(job, clock, self.hosts)
         self.hosts.answer = self.answer
         self.looks = 0
+        self.gone: list[str] = []
         self.stacks = {0: REDUCE, 1: REDUCE}
         self.cpu_s = 0.0
         self.silent: list[tuple[str, float]] = []
@@ -55,7 +56,7 @@ class Scene:
             self.group,
             on_silence=lambda node, seconds: self.silent.append((node.name, seconds)),
             on_diagnosis=lambda diagnosis: self.verdicts.append((clock.now, diagnosis)),
-            gone=list,
+            gone=lambda: self.gone,
         )
 
     @property
@@ -129,6 +130,26 @@ def test_start_is_no_hang_however_long_one_computes(scene: Callable[..., Scene])
     here = scene()
     here.stacks[1] = SPIN
     here.pass_by(100)
+    assert here.verdicts == []
+
+
+def test_worker_that_has_ended_is_not_waited_for_as_one_that_may_come(scene: Callable[..., Scene]) -> None:
+    here = scene(None)
+    here.pass_by(100)
+    assert here.verdicts == []
+    here.gone = ["rank 2 on host c"]
+    here.pass_by(50)
+    [(_, diagnosis)] = here.verdicts
+    assert diagnosis.what.startswith(
+        "rank 2 on host c has come to its end, but all 2 workers wait for it in all_reduce"
+    )
+    assert "if rank == 0" in diagnosis.fix
+
+
+def test_worker_that_computes_after_another_has_ended_is_left_alone(scene: Callable[..., Scene]) -> None:
+    here = scene(None)
+    here.gone, here.stacks[1] = ["rank 2 on host c"], SPIN
+    here.pass_by(500)
     assert here.verdicts == []
 
 

@@ -17,6 +17,7 @@ _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x")
 _LIBRARIES = re.compile(r"/lib/python3\.\d+/|/(site|dist)-packages/|/manyhosts/(\w+/)+\w+\.py$|^<")
 """Files that are not of the user, wherever a host has them."""
 
+_TRACED = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _EXCHANGES = (
     "/torch/distributed/",
     "/torch/nn/parallel/distributed.py",
@@ -70,6 +71,11 @@ def _starts_script(frame: Frame) -> bool:
     return _FOUNDATION in frame.file and frame.function in ("be", "run_main")
 
 
+def traced(text: str) -> tuple[Frame, ...]:
+    """The frames of a traceback as Python prints it; innermost first."""
+    return tuple(Frame(found[1], int(found[2]), found[3]) for found in reversed(list(_TRACED.finditer(text))))
+
+
 def in_script(stack: Sequence[Frame]) -> Frame | None:
     """The innermost line of the user's own code; of any code where there is none of theirs."""
     return next((frame for frame in stack if frame.is_the_scripts), stack[0] if stack else None)
@@ -103,7 +109,10 @@ def reported(stack: Sequence[Frame]) -> str:
 BUSY = 0.3
 """From this share of a core on, a worker computes and does not wait."""
 _MOST_NAMED = 4
-EVERY_RANK = "have every rank make the same number of steps, and leave the loop together: see what ends it, by rank"
+EVERY_RANK = (
+    "have every rank come here: train, test, predict and compute metrics outside of `if rank == 0` and is_main, "
+    "and leave a loop after the same number of steps on all"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manyhosts import errors
-from manyhosts.control.head.diagnosis import EVERY_RANK
+from manyhosts.control.head.diagnosis import EVERY_RANK, in_script, traced
 from manyhosts.control.head.state import AgentProcess
 from manyhosts.control.loop import Channel
 from manyhosts.errors import CommunicationError, DataError, ManyhostsError, RankLost, ScriptError, TrainingError
@@ -121,11 +121,14 @@ class Failure:
 
         Where that is as many as this one had begun, the last was the same, and they differed in what they gave it.
         """
-        summary = str((self.error or {}).get("summary", "an error"))
+        place = in_script(traced(str((self.error or {}).get("text", ""))))
+        at = f" at {place}" if place is not None and place.is_the_scripts else ""
+        # Without the advice that Gloo adds.
+        summary = str((self.error or {}).get("summary", "an error")).partition(" This is typically caused")[0]
         what = f"{who} came to its end while others still waited for it: rank {self.rank} on host {self.host} then"
         same = exchanges is not None and exchanges == (self.error or {}).get("exchanges")
         fix = SAME_SHAPES if same else EVERY_RANK
-        words = {"type": "ScriptError", "what": f"{what} failed with {summary}", "where": self.log, "fix": fix}
+        words = {"type": "ScriptError", "what": f"{what} failed{at} with {summary}", "where": self.log, "fix": fix}
         return replace(self, error={**words, "words": words})
 
     @property

@@ -34,6 +34,8 @@ _HEADWAY_S = 1.0
 """So long before the time is over, agents are asked to look: the sentence is to come within it."""
 _MEETING = 3
 """So many times longer may it take until workers that have just met have handed over their state and made a step."""
+_DESERTED_S = 30.0
+"""So long may all others wait in an exchange once a worker has come to its end: it will not come any more."""
 _IDLE = 0.05
 """A worker that waits in a collective uses less of a core than this."""
 
@@ -255,6 +257,8 @@ class HangMonitor:
         """Whether somebody is so late that it is worth a look."""
         if self._latest(now) > self.limit_s - min(_HEADWAY_S, self.limit_s / 4):
             return True
+        if self._gone():
+            return True
         return bool(self._asked_for) and all(self._is_unknown(number) for number in self._state.running)
 
     def _latest(self, now: float) -> float:
@@ -281,12 +285,14 @@ class HangMonitor:
         seen = [sight for sight in this.sights if sight.member in running]
         late = self._latest(now)
         waits = [self._waits.get(number) for number in running]
-        stuck = bool(self._asked_for) and all(wait is not None and now - wait.since > self.limit_s for wait in waits)
+        waited = min((0.0 if wait is None else now - wait.since for wait in waits), default=0.0)
+        limit_s = min(self.limit_s, _DESERTED_S) if self._gone() else self.limit_s
+        stuck = waited > limit_s and bool(self._asked_for or self._gone())
         if seen and (late > self.limit_s or stuck):
             self._start_afresh(now)
-            self._on_diagnosis(diagnose(seen, self.limit_s, self._gone()))
+            self._on_diagnosis(diagnose(seen, limit_s if stuck else self.limit_s, self._gone()))
         elif late < self.limit_s - _HEADWAY_S:
-            self._round, self._next_round = None, now + self.limit_s / 4  # they got on, or nothing is known of them
+            self._round, self._next_round = None, now + limit_s / 4  # they got on, or nothing is known of them
 
     def _start_afresh(self, now: float) -> None:
         for pace in self._paces.values():

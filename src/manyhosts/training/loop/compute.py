@@ -316,6 +316,10 @@ def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
         )
 
 
+_WHO = {"run.backward": "the function that run.backward was given"}
+"""What a script calls what returns a loss, by where it is given."""
+
+
 def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(step=…)") -> dict[str, Tensor]:
     """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
 
@@ -330,7 +334,7 @@ def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(ste
         return Terms(values, terms)
     if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
         raise ConfigError(
-            f"step returned a {type(result).__name__} without a tensor named 'loss'",
+            f"{_WHO.get(where, 'step')} returned a {type(result).__name__} without a tensor named 'loss'",
             where=where,
             fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
         )
@@ -361,8 +365,10 @@ def number_of(name: str, value: Any, device: torch.device, where: str, dtype: to
         return torch.tensor(float(value), dtype=dtype, device=device)
     except (TypeError, ValueError, OverflowError, RuntimeError) as cause:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        metrics = "" if where.startswith("run.") else "; what metrics take goes under 'outputs' and 'targets'"
+        loss = "; of an output of Hugging Face return its loss alone: output.loss" if name == "logits" else ""
         raise ConfigError(
             f"the value {name!r} is a {type(value).__name__}{shape}, but what goes with a loss must be one number",
             where=where,
-            fix="give each number a name of its own; what metrics take goes under 'outputs' and 'targets' (mh.Trainer)",
+            fix=f"give each number a name of its own{metrics}{loss}",
         ) from cause

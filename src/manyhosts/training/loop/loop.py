@@ -334,7 +334,9 @@ class AfterStep:
             state.validations_without_gain += 1
         if self.training.settings.early_stopping is not None and state.validations_without_gain >= rule.patience:
             nan = " (it is nan)" * math.isnan(values[rule.metric])
-            state.ended = f"{rule.metric} has not become better for {rule.patience} validations{nan}"
+            by = f" by more than {rule.min_delta:g}" * (rule.min_delta > 0)
+            times = f"{rule.patience} validations" if rule.patience > 1 else "a validation"
+            state.ended = f"{rule.metric} has not become better{by} for {times}{nan}"
         return best
 
     def say_nan(self, value: float) -> None:

@@ -110,9 +110,11 @@ class Stepper:
                 raise
             raise ConfigError(
                 "the script has gone backward through its loss itself, and there is no second time",
-                where="mh.Trainer(step=…)",
+                where="mh.Trainer(step=…)" if parts.own_step is None else "run.backward",
                 fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer; or give "
-                "retain_graph=True to a backward() that is meant",
+                "retain_graph=True to a backward() that is meant"
+                if parts.own_step is None
+                else "return the loss: run.backward goes backward through it, and run.update steps",
             ) from cause
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], *address: int) -> None:

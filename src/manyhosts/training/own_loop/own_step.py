@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +35,9 @@ from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.refusals import place_in_script
+from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
@@ -154,6 +156,8 @@ class OwnStep:
         self._plain: Held | None = None
         """What models keep in plain attributes, before the first step of this process."""
         self._looks = _LOOKS
+        self._known: set[str] = set()
+        """What was in `run.state` when it was looked at last."""
         self._new_buffers: list[tuple[nn.Module, str]] = []
 
     def use(self, strategy: Strategy, settings: Settings, world: World) -> None:
@@ -251,6 +255,7 @@ class OwnStep:
             self._see_that_whole()
             self._refuse_lost_gradients()
             self._refuse_graphs()
+            self._refuse_unkept()
             self._refuse_buffers()
         except ConfigError as error:
             error.where = f"{error.where}, {place_in_script(error) or self.place}"
@@ -335,6 +340,16 @@ class OwnStep:
                     fix="keep its value: value.detach()",
                 )
 
+    def _refuse_unkept(self) -> None:
+        """See that snapshots can keep `run.state`, in the first steps and where something has come to it."""
+        if self.state.keys() == self._known and not self._looks:
+            return
+        self._known = set(self.state)
+        try:
+            flatten(self.state)
+        except SnapshotError as error:
+            raise ConfigError(error.what, where=f"run.{error.where}", fix=error.fix) from None
+
     def _refuse_added(self, module: nn.Module, name: str, given: nn.Parameter | nn.Module | None) -> None:
         """Called where a step gives a module a parameter, or another module."""
         if self.pieces is None or module not in self._modules or given is None:
@@ -379,6 +394,13 @@ class OwnStep:
         self, loss: LossOf, into: str | None, over_batch: Callable[[Any], Tensor | Mapping[str, Any]] | None
     ) -> dict[str, Tensor]:
         """See `Run.backward`."""
+        for name, function in {"loss": loss, "over_batch": over_batch}.items():
+            if not callable(function) and (function is not None or name == "loss"):
+                raise ConfigError(
+                    f"run.backward is given a {type(function).__name__} as {name}, and calls it for each micro-batch",
+                    where="run.backward",
+                    fix=f"give the function, not what it returns: run.backward({name}), with def {name}(batch)",
+                )
         group, call = self._group(into, "run.backward"), self.calls
         self.calls += 1
         old = [None if each.grad is None else each.grad.clone() for each in group.parameters] if group.pending else []
@@ -558,9 +580,10 @@ class OwnStep:
                 where="run.update",
                 fix="give it all of them in mh.Run(optimizers=…), and freeze those of later: requires_grad_(False)",
             )
-        if clip is not None and not clip > 0:
+        given: Any = clip
+        if given is not None and not (isinstance(given, Real | Tensor) and given > 0):
             raise ConfigError(
-                f"clip is {clip}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
+                f"clip is {clip!r}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
             )
         try:
             return self._update(group, clip)

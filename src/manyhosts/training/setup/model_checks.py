@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
+from manyhosts.callbacks.callback import POINTS, Callbacks
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import Best, EarlyStopping
@@ -152,6 +153,18 @@ def check_called(name: str, function: Any, given: Sequence[str] | None, *, where
         own = getattr(function, "__name__", type(function).__name__)
         what = f"{name} is called with ({', '.join(given)}), and {own} takes other arguments: {cause}"
         raise ConfigError(what, where=where, fix=fix) from None
+
+
+def check_callbacks(callbacks: Callbacks) -> None:
+    """See that the methods of each can be called as they are.
+
+    Raises:
+        ConfigError: one takes other arguments.
+    """
+    for name, each in callbacks.by_name.items():
+        for point in POINTS:
+            what, fix = f"{point} of callback {name!r}", f"write def {point}(self, moment)"
+            check_called(what, getattr(each, point), ["moment"], where="mh.Trainer(callbacks=…)", fix=fix)
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}

@@ -239,9 +239,15 @@ def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
     return {name: _InMemory(tensor) for name, tensor in inner.items()}
 
 
-def best_model(run: Fit | None) -> Path | None:
-    """The best model's folder, here on every worker; None where the run has none."""
-    if run is None:
+def chosen(weights: Literal["best", "last"], run: Fit | None) -> Path | None:
+    """The best model's folder, here on every worker; None where the last weights are asked for, or there is none.
+
+    Raises:
+        ConfigError: neither is asked for.
+    """
+    if weights not in ("best", "last"):
+        raise ConfigError(f"weights is {weights!r}", where="weights", fix='choose "best" or "last"')
+    if run is None or weights == "last":
         return None
     best = run.directory.best
     run.snapshot_schedule.store.everywhere(best, run.state.best_step)
@@ -271,7 +277,7 @@ class Used:
 @contextmanager
 def holding(weights: Literal["best", "last"], parts: Parts, run: Fit | None) -> Iterator[Used]:
     """Within, the model has its best weights, where they are asked for and kept, else those of now. Says which."""
-    best = best_model(run) if weights == "best" else None
+    best = chosen(weights, run)
     used = Used.of(parts, run, is_best=best is not None)
     if best is None:
         with parts.callbacks.evaluated(parts.trained):

@@ -17,8 +17,9 @@ T = TypeVar("T")
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'? ` for a word that looks like one of `known`, else nothing: the start of a `fix`."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[near[0]]!r}? " if near else ""
 
 
 def nearest_few(name: str, known: Iterable[str], most: int = 5) -> list[str]:

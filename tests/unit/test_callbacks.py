@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn, optim
 import manyhosts as mh
 from manyhosts.callbacks.callback import Callbacks, Moment
 from manyhosts.errors import ConfigError
+from manyhosts.training.setup.model_checks import check_callbacks
 
 
 def moment() -> Moment:
@@ -41,6 +43,39 @@ class OfItsOwn(mh.Callback):
     def after_steps(self) -> None:
         """Called by the one whose name is like its own."""
         self.steps += 1
+
+
+class OfLightning(mh.Callback):
+    def on_train_epoch_end(self, *given: Any) -> None:
+        """Never called."""
+
+
+class Idle(mh.Callback):
+    def helper(self) -> None:
+        """Nobody calls it."""
+
+
+class WithoutMoment(mh.Callback):
+    def after_epoch(self) -> None:  # type: ignore[override]
+        raise AssertionError("it cannot be called")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "fix"),
+    [
+        (OfLightning, "has a method 'on_train_epoch_end', which nothing calls", r"after_epoch\(self, moment\)"),
+        (Idle, "callback Idle has no method that is called", "after_step"),
+    ],
+)
+def test_callback_that_nothing_calls_is_refused(kind: type[mh.Callback], words: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        Callbacks([kind()])
+    assert re.search(fix, refused.value.fix)
+
+
+def test_callback_that_takes_other_arguments_is_refused() -> None:
+    with pytest.raises(ConfigError, match="after_epoch of callback 'withoutmoment' is called with"):
+        check_callbacks(Callbacks([WithoutMoment()]))
 
 
 @pytest.mark.parametrize(("kind", "words"), [(Later, "a coroutine"), (Yielding, "a generator")])

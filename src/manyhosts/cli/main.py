@@ -144,6 +144,21 @@ VERBS = {
 """Verb → where its command is, and its line in the overview: `--help` loads none of them."""
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("train", "launch", "start", "torchrun", "exec"), "manyhosts run train.py"),
+    **dict.fromkeys(
+        ("resume", "continue"), "the same `manyhosts run` command again, or manyhosts run --resume last SCRIPT"
+    ),
+    **dict.fromkeys(("stop", "kill", "abort"), "manyhosts cancel RUN"),
+    **dict.fromkeys(("ls", "list", "ps", "history"), "manyhosts runs"),
+    **dict.fromkeys(("compare", "test", "eval", "evaluate"), "manyhosts analyse RUN"),
+    **dict.fromkeys(("bench", "benchmark", "scale", "profile"), "manyhosts study train.py"),
+    **dict.fromkeys(("dashboard", "ui", "board"), "manyhosts watch --web RUN"),
+    **dict.fromkeys(("finetune", "fine-tune"), 'mh.Trainer(init_from="runs/first") in a script'),
+}
+"""What is no verb here, and what does it."""
+
+
 class _Verbs(click.Group):
     """A group whose commands are imported when they are called."""
 
@@ -168,6 +183,8 @@ class _Verbs(click.Group):
             if script := next((word for word in args[1:] if word.endswith(".py")), None):
                 what = f"there is no verb {args[0]!r}"
                 raise ConfigError(what, fix=f"to train {script}: manyhosts run {script}; all verbs: manyhosts --help")
+            if does := _ELSEWHERE.get(args[0]):
+                raise ConfigError(f"there is no verb {args[0]!r}", fix=f"{does}; all verbs: manyhosts --help")
             raise click.UsageError(f"there is no verb {args[0]!r}. {nearest(args[0], VERBS)}known: {', '.join(VERBS)}")
         return super().resolve_command(ctx, args)
 

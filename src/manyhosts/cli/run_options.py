@@ -10,6 +10,7 @@ the run would have another size than was asked for: that is refused.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -143,6 +144,8 @@ _OURS = {
     **dict.fromkeys(("--output", "--output-dir", "--out", "--dir", "--save-dir", "-d"), "--run-dir"),
 }
 _SETTINGS_FILE = ("--config", "--config-file", "--config-name", "-c")
+_RESUMED = ("--resume-from-checkpoint", "--resume-from", "--ckpt-path", "--ckpt", "--checkpoint", "--load")
+"""Elsewhere they name a file; here a run directory that holds snapshots is resumed."""
 _SETTINGS = {
     **dict.fromkeys(("--epochs", "--epoch", "--max-epochs", "--num-epochs", "-e"), ("duration", "{} epochs")),
     **dict.fromkeys(("--steps", "--max-steps", "--iterations"), ("duration", "{} steps")),
@@ -210,12 +213,26 @@ def _meant(name: str, value: str) -> list[str] | None:
     """Our words for option `name`; None where it is not known what was meant."""
     if name in _OURS:
         return [_OURS[name], value or "N"]
+    if name in _RESUMED:
+        return ["--run-dir", "RUN"]
     if name in _SETTINGS_FILE and value.endswith((".yaml", ".yml")):
+        if workers := _of_accelerate(Path(value)):
+            return ["--workers", workers]
         return ["--set", value]
     key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
     if not name.startswith("-") or key not in overrides.known_keys():
         return None
     return ["--set", f"{key}={form.format(overrides.in_our_words(key, value) or 'VALUE')}"]
+
+
+def _of_accelerate(path: Path) -> str:
+    """How many processes a configuration of Accelerate asks for; empty for another file."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError):
+        return ""
+    found = re.search(r"^num_processes: *(\d+)", text, re.MULTILINE)
+    return (found[1] if found else "1") if "compute_environment:" in text else ""
 
 
 def see_arguments(script: str, arguments: Sequence[str], kind: scripts.Kind = "script") -> None:

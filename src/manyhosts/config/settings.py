@@ -12,6 +12,7 @@ from manyhosts.config.snapshots import Snapshots
 from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import Single, Strategy, check_goes_with
 from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
 from manyhosts.units import Duration
 
 ActivationCheckpointing = float | Literal["blocks", "all"] | None
@@ -220,4 +221,5 @@ def check_size(key: str, value: float | None) -> None:
 def _one_of(key: str, value: str | None, known: tuple[str | None, ...]) -> None:
     if value not in known:
         words = ", ".join("None" if word is None else repr(word) for word in known)
-        raise ConfigError(f"{key} is {value!r}", where=key, fix=f"choose one of {words}")
+        near = nearest(str(value), [word for word in known if word is not None])
+        raise ConfigError(f"{key} is {value!r}", where=key, fix=f"{near}choose one of {words}")

@@ -44,7 +44,8 @@ class Order(Sampler[list[int]]):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        for name, value in {"length": length, "batch_size": batch_size}.items():
+        given: dict[str, Any] = {"length": length, "batch_size": batch_size}
+        for name, value in given.items():
             if not isinstance(value, Integral):
                 fix = "write mh.Order(len(dataset), batch_size=64)"
                 raise ConfigError(f"{name} is of the type {type(value).__name__}", where="mh.Order", fix=fix)

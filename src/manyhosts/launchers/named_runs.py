@@ -275,5 +275,7 @@ class InTerminal:
         path = Path(name)
         if not _is_run(path):
             fix = f"give the directory of a run, the handle that `manyhosts run --detach` printed, or `{LAST}`"
+            if (path / "study.json").exists():
+                fix = f"it is a study: manyhosts watch {name}, or name one of its runs: manyhosts runs {name}"
             raise no_run(path, "this folder holds no run", fix=fix)
         return RunDirectory(path)

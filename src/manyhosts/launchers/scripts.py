@@ -72,6 +72,9 @@ def check(program: str, kind: Kind) -> None:
         raise ConfigError(
             f"there is no executable {program!r}", where="PATH", fix="see that it is installed and may be executed"
         )
+    if kind == "module" and (program.endswith(".py") or "/" in program):
+        name = program.removesuffix(".py").strip("./").replace("/", ".")
+        raise ConfigError(f"{program!r} is a file, and no module", where="-m", fix=f"write -m {name}, or leave -m out")
     if kind != "script":
         return
     path = Path(program)
@@ -89,6 +92,8 @@ def _instead_of(path: Path) -> str:
         return f"leave {path.name} out: `manyhosts run SCRIPT` starts SCRIPT with the Python that manyhosts runs in"
     if path.name in ("epoch", "epochs", "step", "steps"):
         return f"put a duration between quotes, as in --set duration='2 {path.name}'"
+    if re.fullmatch(r"\w+(\.\w+)+", path.name) and Path(f"{path.name.replace('.', '/')}.py").exists():
+        return f"it is the name of a module: manyhosts run -m {path.name}"
     names = sorted(other.name for other in path.absolute().parent.glob("*.py"))
     if not names:
         return f"`manyhosts init {path.parent}` writes one that runs"

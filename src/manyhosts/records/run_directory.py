@@ -27,11 +27,17 @@ HEAD = "head.json"
 
 
 def check_is_folder(text: str, *, where: str) -> None:
-    """See that a run directory that somebody has named is no address of an object store.
+    """See that a run directory that somebody has named is no address of an object store, and none of a shell alone.
 
     Raises:
         ConfigError: it is one.
     """
+    if text.startswith("~"):
+        raise ConfigError(
+            f"{text!r} begins with ~, for which no shell has put the home directory",
+            where=where,
+            fix=f"write {os.path.expanduser(text)}",
+        )
     if re.match(r"[a-z][a-z0-9+]*:/", text):
         raise ConfigError(
             f"{text!r} is the address of a store, but a record grows line by line, which takes a disk",

@@ -20,6 +20,8 @@ MEANT = {
     "--lr 0.1 --seed 3 train.py": "--set lr=0.1 --seed 3 train.py",
     "--host a,b train.py": "--hosts a,b train.py",
     "--output runs/mine train.py": "--run-dir runs/mine train.py",
+    "--ckpt_path runs/first/best train.py": "--run-dir RUN train.py",
+    "--config_file default.yaml train.py": "--workers 3 train.py",
 }
 
 
@@ -28,6 +30,7 @@ def test_option_of_other_programs_is_answered_with_ours(
     typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "default.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 3\n")
     assert main(["run", *typed.split()]) == 2
     assert f"fix:   type: manyhosts run {meant}\n" in capsys.readouterr().err
 
@@ -61,10 +64,18 @@ def test_verb_and_settings_of_other_programs_are_answered_with_ours(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "inner.py").touch()
     for words, answer in (
         (["train", "train.py"], "to train train.py: manyhosts run train.py"),
         (["run", "--set", "epochs=3", "train.py"], 'write --set duration="3 epochs"'),
         (["run", "--set", "learning_rate=3", "train.py"], "write --set lr=3"),
+        (["run", "--set", "accumulate_grad_batches=4", "train.py"], "write --set micro_batch_size="),
+        (["run", "--set", "max_grad_norm=2", "train.py"], "write --set clip_gradients=2"),
+        (["stop", "last"], "fix:   manyhosts cancel RUN"),
+        (["run", "pkg.inner"], "it is the name of a module: manyhosts run -m pkg.inner"),
+        (["run", "-m", "pkg/inner.py"], "write -m pkg.inner"),
+        (["run", "--run-dir=~/mine", "train.py"], f"write {Path('~/mine').expanduser()}"),
     ):
         assert main(words) == 2
         assert answer in capsys.readouterr().err

@@ -334,6 +334,55 @@ def test_numbers_of_numpy_are_refused_by_a_model_that_cannot_take_them(of_model:
     assert "float32" in caught.value.fix
 
 
+def rising(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 5)
+
+
+@pytest.mark.parametrize("schedule", [rising, cyclic])
+def test_rate_that_a_schedule_sets_itself_is_refused_besides_it(
+    schedule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path / "a", schedule=schedule).fit("1 epoch")
+    data = mh.Data(dataset(), batch_size_per_worker=5)
+    with pytest.raises(ConfigError, match=r"lr_scaling would have no effect: (OneCycle|Cyclic)LR begins with"):
+        trainer(tmp_path / "b", schedule=schedule, data=data, lr_scaling="linear").fit("1 epoch")
+    monkeypatch.setenv("MANYHOSTS_SET", '{"lr": "0.5"}')
+    with pytest.raises(ConfigError, match="lr would have no effect"):
+        trainer(tmp_path / "c", schedule=schedule).fit("1 epoch")
+
+
+def test_best_model_is_that_of_the_best_validation_however_little_better(tmp_path: Path) -> None:
+    rule = mh.EarlyStopping("loss", patience=3, min_delta=100.0)
+    trained = trainer(tmp_path, early_stopping=rule)
+    trained.fit("9 epochs")
+    losses = [row["values"]["loss"] for row in events(tmp_path, "validation")]
+    assert len(losses) == 4, "the first, and three that were not better by so much"
+    assert trained.validate()["loss"] == pytest.approx(min(losses)) != losses[0]
+
+
+@pytest.mark.parametrize("weights", ["bset", None, 3])
+def test_weights_that_are_neither_the_best_nor_the_last_are_refused(weights: Any, tmp_path: Path) -> None:
+    made = trainer(tmp_path, data=mh.Data(dataset(), validation=dataset(), test=dataset(), batch_size=5))
+    for use in (
+        made.validate,
+        made.test,
+        functools.partial(made.predict, dataset()),
+        functools.partial(made.save, tmp_path / "a.pt"),
+    ):
+        with pytest.raises(ConfigError, match="weights is") as refused:
+            use(weights=weights)
+        assert refused.value.fix == 'choose "best" or "last"'
+
+
+def test_metric_that_cannot_take_the_outputs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the metric 'right', a MulticlassAccuracy, cannot take outputs"):
+        trainer(tmp_path, metrics={"right": MulticlassAccuracy(num_classes=7)}).fit("1 epoch")
+
+
 def test_step_that_goes_backward_itself_is_said_in_a_validation_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

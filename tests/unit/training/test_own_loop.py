@@ -44,6 +44,21 @@ def with_no_graph(rows: torch.Tensor) -> torch.Tensor:
     return rows.detach().mean()
 
 
+def gone_backward(run: mh.Run) -> Callable[[Any], torch.Tensor]:
+    def own(batch: Any) -> torch.Tensor:
+        found = loss(run)(batch)
+        found.backward()
+        return found
+
+    return own
+
+
+def trained(run: mh.Run) -> None:
+    for name in ("one", "two"):
+        run.backward(loss(run), name)
+        run.update(name)
+
+
 def counting(run: mh.Run, count: Any) -> Callable[[Any], Any]:
     """A loss that says that it is a mean over `count` for each sample."""
     return lambda batch: {"loss": loss(run)(batch), "count": count if torch.is_tensor(count) else len(batch[0]) * count}
@@ -137,6 +152,12 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: run.models["one"].register_parameter("more", nn.Parameter(torch.ones(2))), "module 'more'"),
         (lambda run: setattr(run.models["two"], "weight", nn.Parameter(torch.ones(1, 2))), "or module 'weight'"),
         (lambda run: run.models["one"].add_module("more", nn.Linear(2, 2)), "module 'more'"),
+        (lambda run: run.backward(torch.ones(()), "one"), "is given a Tensor as loss"),
+        (lambda run: (run.backward(loss(run), "one"), run.update("one", clip="1")), "clip is '1'"),
+        (lambda run: run.backward(lambda batch: None, "one"), "run.backward was given returned a NoneType"),
+        (lambda run: run.log({"a": 1.0}), "a dict comes without one"),
+        (lambda run: run.backward(gone_backward(run), "one"), r"gone backward(.|\n)*where: run\.backward"),
+        (lambda run: (trained(run), run.state.update(file=INPUTS.numel)), r"type \w+ cannot(.|\n)*run\.state\['file"),
     ],
 )
 def test_a_step_that_asks_for_what_cannot_be_ends_in_a_sentence(
@@ -155,6 +176,31 @@ def test_setting_of_the_command_line_that_a_step_of_its_own_does_not_read_is_ref
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"clip_gradients is for the step(.|\n)*run\.update\(clip=…\)"):
         made()
+
+
+def test_error_of_a_call_ends_the_run_also_where_the_step_catches_it(tmp_path: Path) -> None:
+    def step(run: mh.Run) -> None:
+        trained(run)
+        with contextlib.suppress(ConfigError):
+            run.update("three")
+
+    with pytest.raises(ConfigError, match="no optimizer 'three'"):
+        made(run_dir=tmp_path).fit(step, "1 step")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"epochs": 2}, r"run\.fit\(step, \"20 epochs\"\)"), ({}, "run.fit is given no step")],
+)
+def test_call_of_fit_as_elsewhere_is_answered(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made().fit(**given)
+
+
+@pytest.mark.parametrize("data", [TensorDataset(INPUTS), [INPUTS]])
+def test_data_that_is_no_mh_data_is_answered(data: Any) -> None:
+    with pytest.raises(ConfigError, match=f"data is a {type(data).__name__}"):
+        made(data=data)
 
 
 def test_verbs_outside_of_a_step_are_refused() -> None:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from manyhosts.communication.collectives import Collectives
+from manyhosts.communication.world import is_connection_error
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
-from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.errors import ConfigError, SnapshotError, first_line
+from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.training.consistency.held_values import same
 
 if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
@@ -70,7 +72,7 @@ class Metrics:
         """Take what the model made of one forward pass, whose first sample has the number `first`."""
         for name, metric in list(self.merged.items()):
             before = None if self.is_fed else attributes(metric)
-            metric.update(outputs, targets)
+            _feed(name, metric, outputs, targets)
             if before is not None and put_back(metric, before):
                 metric.reset()
                 self.again[name] = self.merged.pop(name)
@@ -83,8 +85,8 @@ class Metrics:
     def _update_again(self, first: int, outputs: Any, targets: Any) -> None:
         with randomness.kept():
             randomness.seed_all(self.seed, randomness.EVALUATION, first)
-            for metric in self.again.values():
-                metric.update(outputs, targets)
+            for name, metric in self.again.items():
+                _feed(name, metric, outputs, targets)
 
     def end_part(self) -> None:
         """Keep what one part found."""
@@ -316,3 +318,27 @@ def scalars(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim()):
         return {key: n for i, part in enumerate(value) for key, n in scalars(f"{name}/{i}", part).items()}
     return {name: float(value)}
+
+
+def _feed(name: str, metric: Metric, outputs: Any, targets: Any) -> None:
+    """Let a metric see what the model made of one forward pass.
+
+    Raises:
+        ConfigError: it cannot take it.
+    """
+    try:
+        metric.update(outputs, targets)
+    except (ValueError, RuntimeError, TypeError, IndexError) as cause:
+        if isinstance(cause, torch.OutOfMemoryError) or is_connection_error(cause):
+            raise
+        said = [
+            f"{tuple(each.shape)} of {dtype_name(each.dtype)}" if isinstance(each, Tensor) else type(each).__name__
+            for each in (outputs, targets)
+        ]
+        raise ConfigError(
+            f"the metric {name!r}, a {type(metric).__name__}, cannot take outputs {said[0]} with targets {said[1]}: "
+            f"{first_line(cause)}",
+            where="mh.Trainer(metrics=…)",
+            fix="see what it is made with, such as num_classes, and what it takes; a step may give it other tensors "
+            "as 'outputs' and 'targets'",
+        ) from cause

@@ -34,7 +34,16 @@ def of_inputs(model: nn.Module, batch: Any) -> Any:
                 fix="give forward=lambda model, batch: model(batch[0], batch[1]), as the model wants it",
             )
         return model(batch[0])
-    return model(batch)
+    if not isinstance(batch, Mapping):
+        return model(batch)
+    try:
+        return model(batch)
+    except TypeError as cause:
+        raise ConfigError(
+            f"a batch is a dict of {', '.join(map(str, batch))}, and the model does not take it as it is: {cause}",
+            where=_WHERE,
+            fix="give forward=lambda model, batch: model(batch['x']), or model(**batch), as the model wants it",
+        ) from cause
 
 
 class Prediction:

@@ -394,14 +394,12 @@ class OwnStep:
         self, loss: LossOf, into: str | None, over_batch: Callable[[Any], Tensor | Mapping[str, Any]] | None
     ) -> dict[str, Tensor]:
         """See `Run.backward`."""
-        for name, function in {"loss": loss, "over_batch": over_batch}.items():
-            if not callable(function) and (function is not None or name == "loss"):
-                raise ConfigError(
-                    f"run.backward is given a {type(function).__name__} as {name}, and calls it for each micro-batch",
-                    where="run.backward",
-                    fix=f"give the function, not what it returns: run.backward({name}), with def {name}(batch)",
-                )
-        group, call = self._group(into, "run.backward"), self.calls
+        try:
+            _check_called(loss=loss, over_batch=over_batch)
+            group, call = self._group(into, "run.backward"), self.calls
+        except ConfigError as error:
+            self._broken = error
+            raise
         self.calls += 1
         old = [None if each.grad is None else each.grad.clone() for each in group.parameters] if group.pending else []
         self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
@@ -566,7 +564,15 @@ class OwnStep:
 
     def update(self, name: str | None, clip: float | None) -> Tensor:
         """See `Run.update`."""
-        group = self._group(name, "run.update")
+        try:
+            group = self._group(name, "run.update")
+            self._check_update(group, clip)
+            return self._update(group, clip)
+        except Exception as error:
+            self._broken = error  # the step may catch it
+            raise
+
+    def _check_update(self, group: Group, clip: Any) -> None:
         if not group.pending:
             raise ConfigError(
                 "run.update comes before a run.backward for the same optimizer in this step",
@@ -580,16 +586,10 @@ class OwnStep:
                 where="run.update",
                 fix="give it all of them in mh.Run(optimizers=…), and freeze those of later: requires_grad_(False)",
             )
-        given: Any = clip
-        if given is not None and not (isinstance(given, Real | Tensor) and given > 0):
+        if clip is not None and not (isinstance(clip, Real | Tensor) and float(clip) > 0):
             raise ConfigError(
                 f"clip is {clip!r}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
             )
-        try:
-            return self._update(group, clip)
-        except Exception as error:
-            self._broken = error
-            raise
 
     def _update(self, group: Group, clip: float | None) -> Tensor:
         norm = group.norm() if clip is None else nn.utils.clip_grad_norm_(group.parameters, clip)
@@ -670,6 +670,16 @@ class OwnStep:
         self.state.clear()
         self.state.update(state["state"])
         self.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
+
+
+def _check_called(**functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function) and (function is not None or name == "loss"):
+            raise ConfigError(
+                f"run.backward is given a {type(function).__name__} as {name}, and calls it for each micro-batch",
+                where="run.backward",
+                fix=f"give the function, not what it returns: run.backward({name}), with def {name}(batch)",
+            )
 
 
 def _copy_of(group: Group) -> Callable[[], None]:

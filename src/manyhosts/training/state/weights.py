@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from manyhosts.communication.layout import write
 from manyhosts.config.init_from import InitFrom, matches
-from manyhosts.errors import ConfigError, ManyhostsError
+from manyhosts.errors import ConfigError, ManyhostsError, first_line
 from manyhosts.records.manifest import NAME
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.tensor_parts import Box
@@ -206,7 +206,9 @@ def _read(init: InitFrom) -> Mapping[str, Stored]:
     except ManyhostsError:
         raise
     except Exception as cause:  # of many kinds: no file, no access, half-written, or more than tensors in it
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        reason = first_line(cause)
+        if "Weights only load failed" in reason:
+            reason = "it holds more than tensors, such as a pickled model, which could run any code"
         raise ConfigError(f"cannot read the weights: {reason}", where=init.where, fix=_FIX) from cause
 
 

@@ -23,7 +23,7 @@ from manyhosts.training.own_loop.own_step import LossOf, OwnStep
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.session import Options, Session
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
-from manyhosts.training.setup.model_checks import check_called
+from manyhosts.training.setup.model_checks import check_called, check_rates
 from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters
 from manyhosts.training.telemetry.result import Result
@@ -218,7 +218,11 @@ class Run(Session):
         return CombinedOptimizer(made)
 
     def _make_schedulers(self, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
-        schedulers: dict[str, LRScheduler] = {name: make(optimizers[name]) for name, make in self._schedulers.items()}
+        schedulers: dict[str, LRScheduler] = {}
+        for name, make in self._schedulers.items():
+            rates = [group["lr"] for group in optimizers[name].param_groups]
+            schedulers[name] = make(optimizers[name])
+            check_rates(self.settings, rates, optimizers[name], make)
         for name, each in schedulers.items():
             if isinstance(each, ReduceLROnPlateau):
                 raise ConfigError(

@@ -355,6 +355,17 @@ def test_rate_that_a_schedule_sets_itself_is_refused_besides_it(
         trainer(tmp_path / "c", schedule=schedule).fit("1 epoch")
 
 
+def test_schedule_that_computes_with_the_rate_takes_the_one_that_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rising_to(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 10 * optimizer.param_groups[0]["lr"], total_steps=30)
+
+    monkeypatch.setenv("MANYHOSTS_SET", '{"lr": "0.5"}')
+    trainer(tmp_path, schedule=rising_to).fit("1 epoch")
+    assert events(tmp_path, "step")[0]["lr"] == pytest.approx(10 * 0.5 / 25)
+
+
 def test_best_model_is_that_of_the_best_validation_however_little_better(tmp_path: Path) -> None:
     rule = mh.EarlyStopping("loss", patience=3, min_delta=100.0)
     trained = trainer(tmp_path, early_stopping=rule)

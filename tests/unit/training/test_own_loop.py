@@ -81,6 +81,7 @@ def counting(run: mh.Run, count: Any) -> Callable[[Any], Any]:
         ({"loss": nn.MSELoss()}, "no argument 'loss'"),
         ({"clip_gradients": 1.0}, "no argument 'clip_gradients'"),
         ({"precision": "fp16"}, "scaler"),
+        ({"schedule_every": "epoch"}, "with each run.update"),
         ({"audit": 0.1}, "audit"),
         ({"nonsense": 3}, "no argument 'nonsense'"),
         ({"callbacks": [3]}, r"mh\.Run\(callbacks="),
@@ -97,7 +98,13 @@ def test_what_cannot_be_is_refused_before_the_first_step(changed: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
-    [("precision", "fp16", "scaler"), ("compile", "true", "compile is for"), ("audit", "0.1", "audit")],
+    [
+        ("precision", "fp16", "scaler"),
+        ("compile", "true", "compile is for"),
+        ("audit", "0.1", "audit"),
+        ("look_every", "5", "look_every is for"),
+        ("schedule_every", "epoch", "with each run.update"),
+    ],
 )
 def test_what_the_command_line_sets_is_refused_likewise(
     name: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch

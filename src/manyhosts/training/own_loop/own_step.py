@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import repeat
 from numbers import Real
 from typing import Any, Protocol
@@ -54,6 +54,8 @@ _NOT_TRIED = (
 _INSTEAD = {
     "clip_gradients": "clip in the step, for each optimizer: run.update(clip=…)",
     "warmup": "give a scheduler that begins with a low rate: mh.Run(schedulers=…)",
+    "schedule_every": "a scheduler moves on with each run.update of its optimizer: give it lengths in updates",
+    "look_every": "leave it out: steps of the script's own are not called on a trial",
     **dict.fromkeys(("audit", "compile", "lr_scaling", "activation_checkpointing"), "leave it out"),
 }
 """What is for the step of a Trainer, and what to do in a loop of one's own."""
@@ -167,8 +169,9 @@ class OwnStep:
             ConfigError: it cannot sum those of one optimizer at a time.
         """
         settings.strategy.check_own_loop(is_shared=world.is_shared)
+        defaults = {each.name: each.default for each in fields(Settings)}
         for name, instead in _INSTEAD.items():
-            if getattr(settings, name) not in (None, False):
+            if getattr(settings, name) != defaults[name]:
                 raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
         if settings.precision == "fp16":
             raise ConfigError(

@@ -47,6 +47,7 @@ from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, 
 from manyhosts.training.setup.model_checks import (
     check_kept,
     check_optimizer,
+    check_rates,
     check_sparse,
     check_tensors,
     check_unwrapped,
@@ -303,7 +304,8 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     schedules = {} if made_schedule is None else {"": made_schedule}
     if own_step is not None:
         schedules = own_step.take_optimizers(made_optimizer)
-    _check_rates(settings, options, made_optimizer, schedules)
+    elif schedule is not None:
+        check_rates(settings, [each["lr"] for each in options], made_optimizer, schedule)
     return Parts(
         settings=settings,
         chosen_for=chosen_for,
@@ -376,28 +378,6 @@ def _make_schedule(make: MakeSchedule | None, optimizer: Optimizer, data: Data) 
             fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
         )
     return schedule
-
-
-def _check_rates(
-    settings: Settings,
-    before: Sequence[Mapping[str, Any]],
-    optimizer: Optimizer,
-    schedules: Mapping[str, LRScheduler],
-) -> None:
-    """See that schedules leave the optimizer's rates where a setting changes these.
-
-    Raises:
-        ConfigError: one begins with rates of its own, as OneCycleLR and CyclicLR do.
-    """
-    setting = "lr" if settings.lr is not None else "lr_scaling" if settings.lr_scaling else ""
-    now = [group.get("initial_lr", old["lr"]) for group, old in zip(optimizer.param_groups, before, strict=True)]
-    if setting and any(rate != old["lr"] for rate, old in zip(now, before, strict=True)):
-        kinds = " or ".join(sorted({type(each).__name__ for each in schedules.values()}))
-        raise ConfigError(
-            f"{setting} would have no effect: {kinds} begins with learning rates of its own",
-            where=setting,
-            fix=f"leave {setting} out, and change the rates that the schedule is given, such as max_lr, in the script",
-        )
 
 
 def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import multiprocessing
@@ -466,3 +467,33 @@ def make_schedule(make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
             fix="derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
         )
     return made
+
+
+def check_rates(
+    settings: Settings, before: Sequence[float], optimizer: Optimizer, make: Callable[[Optimizer], LRScheduler]
+) -> None:
+    """See that a schedule which `make` has made starts from the optimizer's rate, where a setting changes that.
+
+    `before`: the rate of each group before it was made. Where the first rate of the schedule is another, it is made
+    once more, for twice the rate: it may compute with that.
+
+    Raises:
+        ConfigError: its rates stay the same, as those that OneCycleLR and CyclicLR are given.
+    """
+    setting = "lr" if settings.lr is not None else "lr_scaling" if settings.lr_scaling else ""
+    now = [group.get("initial_lr", rate) for group, rate in zip(optimizer.param_groups, before, strict=True)]
+    if not setting or now == list(before):
+        return
+    probe = copy.copy(optimizer)
+    probe.param_groups = [
+        {**{key: value for key, value in group.items() if key != "initial_lr"}, "lr": 2 * rate}
+        for group, rate in zip(optimizer.param_groups, before, strict=True)
+    ]
+    kind = type(make(probe)).__name__
+    for group, own, rate in zip(probe.param_groups, now, before, strict=True):
+        if group.get("initial_lr", own) == own != rate:
+            raise ConfigError(
+                f"{setting} would have no effect: {kind} begins with learning rates of its own",
+                where=setting,
+                fix=f"leave {setting} out, and change the rates that the script gives the schedule, such as max_lr",
+            )

@@ -88,6 +88,14 @@ def place_in_script(error: BaseException) -> str:
     return _frame_of_script(error)[0]
 
 
+def line_of_script() -> str:
+    """`train.py:12`: where the user's code has called what is running; empty where it is not among the callers."""
+    frame = sys._getframe(1)
+    while frame is not None and not _is_of_user(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def _has_gpu() -> bool:
     """Whether CUDA is there after all, or answers in a rehearsal: then it is something else that is refused."""
     torch = sys.modules.get("torch")

@@ -126,6 +126,9 @@ def check_keys(
         if own := [each for each in known if each.startswith(f"{key}.")]:
             what = f"{key!r} is the name of several settings, and none itself"
             raise ConfigError(what, where=where, fix=f"set one of {', '.join(own)}; more: manyhosts run --set help")
+        if key in _IN_SCRIPT:
+            what = f"{key!r} is given in the script alone, as mh.Trainer({key}=…)"
+            raise ConfigError(what, where=where, fix="change it there; a run directory is named by --run-dir")
         if key not in known:
             raise ConfigError(
                 f"there is no setting named {key!r}",
@@ -135,6 +138,11 @@ def check_keys(
             )
 
 
+_IN_SCRIPT = {
+    "model", "models", "loss", "step", "optimizer", "optimizers", "schedule", "schedulers", "metrics", "listeners",
+    "callbacks", "init_from", "run_dir", "data", "evaluate",
+}  # fmt: skip
+"""What is no plain value."""
 _CALLED = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "epoch"), ('duration="{} epochs"', "20")),
     **dict.fromkeys(("steps", "max_steps", "iterations"), ('duration="{} steps"', "500")),

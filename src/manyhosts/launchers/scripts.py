@@ -29,6 +29,8 @@ from manyhosts.table import nearest
 
 _READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lock.NAME)
 """What commands read of a run directory, in addition to the snapshots."""
+_OF_A_RUN = ("snapshots", "best", "logs")
+"""Folders in which no other run belongs."""
 Kind = Literal["script", "module", "executable"]
 
 _OF_SETTINGS = "name the script; a .yaml file of settings goes before it, as --set FILE"
@@ -114,6 +116,13 @@ def check_run_dir(job: Job) -> None:
             where=str(job.run_dir),
             fix="give another --run-dir",
         ) from cause
+    inside = [each for each in job.run_dir.parents if (each / "run.json").exists()]
+    if inside and job.run_dir.relative_to(inside[0]).parts[0] in _OF_A_RUN:
+        raise ConfigError(
+            "the run directory is in a folder of another run, which keeps its own things there",
+            where=str(job.run_dir),
+            fix=f"name the run to continue it: --run-dir {inside[0]}",
+        )
     if is_file:
         raise ConfigError("the run directory is a file", where=str(job.run_dir), fix="give another --run-dir")
     _see_files(job.run_dir)

@@ -25,7 +25,12 @@ from manyhosts.launchers.named_runs import keep_failure
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
-from manyhosts.training.consistency.same_given import compare_descriptions, compare_length, optimizer_described
+from manyhosts.training.consistency.same_given import (
+    compare_calls,
+    compare_descriptions,
+    compare_length,
+    optimizer_described,
+)
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.evaluation.metrics import KEEPING
@@ -171,6 +176,7 @@ class Fit:
             ConfigError, DataError: the directory is that of another script, or something has changed that must not.
             SnapshotError: there are snapshots, and none can be continued from.
         """
+        compare_calls(self.world, "fit")
         self.run_log.lay_down()
         self.provider.refresh()
         if isinstance(source := self.parts.source, IndexedSource):

@@ -149,6 +149,9 @@ class Run(Session):
                 where="mh.Run(evaluate=…)",
                 fix="give evaluate=function(models, batch) -> loss",
             )
+        if evaluate is not None:
+            fix = "give evaluate=function(models, batch) that returns the loss, or a dict with it"
+            check_called("evaluate", evaluate, ["models", "batch"], where="mh.Run(evaluate=…)", fix=fix)
         with _named_as_in_a_loop():
             super().__init__(
                 model=self._make_models,
@@ -358,6 +361,8 @@ def _named_as_in_a_loop() -> Iterator[None]:
     except ManyhostsError as error:
         for name, own in _NAMES.items():
             error.where, error.fix = error.where.replace(name, own), error.fix.replace(name, own)
+        if error.where.startswith("mh.Run(evaluate="):
+            error.what = error.what.replace("step returned", "evaluate returned", 1)
         raise
 
 

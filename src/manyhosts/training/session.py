@@ -34,6 +34,7 @@ from manyhosts.events import Event, Listener, Note, TestDone
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
+from manyhosts.training.consistency.same_given import compare_calls, compare_data
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.dataset_forward import ForwardPasses
 from manyhosts.training.evaluation.evaluate import Evaluation, Evaluations, OfAllSets
@@ -111,6 +112,10 @@ def settings_of(data: Data, options: Options) -> Settings:
     return overrides.apply(given, overrides.from_environment())
 
 
+def _named(call: str, weights: str) -> str:
+    return call if weights == "best" else f"{call}(weights={weights!r})"
+
+
 class Session:
     """One model, or several, and its data on these workers. A face says what a step is."""
 
@@ -172,6 +177,7 @@ class Session:
         """What ends the last run's records: when another one begins, or this object is gone."""
 
         def make() -> Parts:
+            compare_calls(self.world, f"mh.{type(self).__name__}(…)")
             self._place.compare(self.world)
             parts = build(
                 settings=self.settings,
@@ -194,7 +200,7 @@ class Session:
 
         self._collective_calls = session.collective_calls(self.world)
         # The first trainers come before the first call, when no one has anything that could be lost.
-        self.parts: Parts = make() if not self._collective_calls.number else self._call(make, has_outcome=False)
+        self.parts: Parts = make() if not self._collective_calls.number else self._call("", make, has_outcome=False)
         self.settings = self.parts.settings
         self._provider = TrainerState(self.parts)
         self._collective_calls.add(self._place.number, self._provider)
@@ -247,8 +253,11 @@ class Session:
         with randomness.undisturbed():
             return self._run.fit()
 
-    def _call(self, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
-        """What all workers do together, and again from its beginning where some are lost meanwhile."""
+    def _call(self, name: str, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
+        """What all workers do together, and again from its beginning where some are lost meanwhile.
+
+        `name`: under which they see that they do the same; empty for what does so itself.
+        """
         self._session.refuse_in_step("validate, test, predict or save")
         world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
         layout = None if parts is None else parts.strategy.layout()
@@ -256,9 +265,15 @@ class Session:
             alike = calls.layout is None  # a worker that comes late knows how one model is cut, and of no other
         else:
             alike = layout is not None and calls.trainers == 1
+
+        def together() -> Any:
+            if name:
+                compare_calls(world, name)
+            return once()
+
         return rendezvous.make(
             calls,
-            once,
+            together,
             most=self.settings.virtual_workers or 0,
             survives=world.backend == "gloo" and world.device.type == "cpu" and alike,
             layout=layout,
@@ -275,7 +290,9 @@ class Session:
         """
         evaluation = self._evaluation("validation")
         with randomness.undisturbed():
-            values: dict[str, float] = self._call(lambda: self._validate(evaluation, weights))
+            values: dict[str, float] = self._call(
+                _named("validate", weights), lambda: self._validate(evaluation, weights)
+            )
         return values
 
     def summary(self, *, depth: int = 2) -> str:
@@ -311,7 +328,7 @@ class Session:
         """
         evaluation = self._evaluation("test")
         with randomness.undisturbed():
-            values: dict[str, float] = self._call(lambda: self._test(evaluation, weights))
+            values: dict[str, float] = self._call(_named("test", weights), lambda: self._test(evaluation, weights))
         return values
 
     @answers("trainer.predict", OF_PREDICT)
@@ -332,15 +349,18 @@ class Session:
         check_dataset("prediction", dataset, where="trainer.predict(dataset)", is_stream_fine=False)
         prediction = Prediction(self._passes(dataset, "prediction"), forward or of_inputs)
         with randomness.undisturbed():
-            return self._call(lambda: self._predict(prediction, weights), has_outcome=False)
+            return self._call(
+                _named("predict", weights), lambda: self._predict(dataset, prediction, weights), has_outcome=False
+            )
 
-    def _predict(self, prediction: Prediction, weights: Literal["best", "last"]) -> Any:
+    def _predict(self, dataset: Dataset[Any], prediction: Prediction, weights: Literal["best", "last"]) -> Any:
         if self.world.is_joining and self._run is not None and not self._run.has_end:
             raise ConfigError(
                 "the other workers have finished this prediction, and this one came too late to be given their weights",
                 where="trainer.predict",
                 fix="start the same command again: all workers begin together then",
             )
+        compare_data(self.world, {"prediction": dataset})
         with holding(weights, self.parts, self._run) as used:
             compare_weights(self.parts, "before the prediction")
             predicted = prediction(self.model)
@@ -363,7 +383,7 @@ class Session:
         """
         file = Path(path)
         check_path(file)
-        self._call(lambda: self._save(file, weights))
+        self._call(_named("save", weights), lambda: self._save(file, weights))
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
         best = chosen(weights, self._run)

@@ -65,6 +65,8 @@ def test_verb_and_settings_of_other_programs_are_answered_with_ours(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "pkg").mkdir()
+    (tmp_path / "first" / "snapshots").mkdir(parents=True)
+    (tmp_path / "first" / "run.json").write_text("{}")
     (tmp_path / "pkg" / "inner.py").touch()
     for words, answer in (
         (["train", "train.py"], "to train train.py: manyhosts run train.py"),
@@ -72,6 +74,8 @@ def test_verb_and_settings_of_other_programs_are_answered_with_ours(
         (["run", "--set", "learning_rate=3", "train.py"], "write --set lr=3"),
         (["run", "--set", "accumulate_grad_batches=4", "train.py"], "write --set micro_batch_size="),
         (["run", "--set", "max_grad_norm=2", "train.py"], "write --set clip_gradients=2"),
+        (["run", "--set", "optimizer=sgd", "train.py"], "'optimizer' is given in the script alone"),
+        (["run", "--run-dir", "first/snapshots", "train.py"], "name the run to continue it: --run-dir"),
         (["stop", "last"], "fix:   manyhosts cancel RUN"),
         (["run", "pkg.inner"], "it is the name of a module: manyhosts run -m pkg.inner"),
         (["run", "-m", "pkg/inner.py"], "write -m pkg.inner"),

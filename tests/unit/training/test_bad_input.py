@@ -258,6 +258,14 @@ def test_targets_that_would_be_broadcast_are_refused(case: str, tmp_path: Path) 
     assert ".squeeze(-1)" in caught.value.fix
 
 
+@pytest.mark.parametrize("columns", [0, 1])
+def test_model_of_more_numbers_than_its_targets_is_refused(columns: int, tmp_path: Path) -> None:
+    """Of targets in a column PyTorch would broadcast each to all of them, and only warn."""
+    with pytest.raises(ConfigError, match=r"outputs have shape \(5, 10\)") as caught:
+        trainer(tmp_path, loss=nn.MSELoss(), data=regression(columns)).fit("1 step")
+    assert "the model gives 10 numbers for a sample, and its target is 1" in caught.value.fix
+
+
 def test_targets_of_the_same_shape_are_trained_with(tmp_path: Path) -> None:
     for columns in (0, 1):
         made = trainer(

@@ -82,6 +82,7 @@ def counting(run: mh.Run, count: Any) -> Callable[[Any], Any]:
         ({"clip_gradients": 1.0}, "no argument 'clip_gradients'"),
         ({"precision": "fp16"}, "scaler"),
         ({"schedule_every": "epoch"}, "with each run.update"),
+        ({"evaluate": lambda batch: batch}, r"evaluate is called with \(models, batch\)"),
         ({"audit": 0.1}, "audit"),
         ({"nonsense": 3}, "no argument 'nonsense'"),
         ({"callbacks": [3]}, r"mh\.Run\(callbacks="),

@@ -17,6 +17,7 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.data.identity import KEEPS_DRAWS, are_alike, print_of_set, without_text
 from manyhosts.errors import ConfigError
+from manyhosts.refusals import line_of_script
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.training.setup.optimizer_kernels import KERNELS
 
@@ -39,6 +40,26 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
                     where=f"mh.Trainer(…), rank 0 and rank {rank}",
                     fix="make the same on every worker: nothing that the script gives its Trainer may depend on RANK",
                 )
+
+
+def compare_calls(world: World, call: str) -> None:
+    """See that all workers make the same call, such as `test`: exchanges of two would be paired. Every worker calls
+    this first.
+
+    Raises:
+        ConfigError: they do not, on all workers alike.
+    """
+    if agree(world, _number(call)):
+        return
+    reported = gather_plain(world, [call, line_of_script()])
+    rank, other = next((rank, each) for rank, each in enumerate(reported) if each[0] != reported[0][0])
+    (first, place), (second, there) = reported[0], other
+    raise ConfigError(
+        f"the workers make different calls: rank 0 is in {first} at {place}, and rank {rank} in {second} at {there}",
+        where="mh.Trainer or mh.Run",
+        fix="call fit, validate, test, predict and save on every worker, outside of `if rank == 0` and is_main: a file "
+        "is written once, and mh.print prints once",
+    )
 
 
 def compare_run_dirs(world: World, own: str, *, disk: int) -> None:
@@ -68,6 +89,9 @@ def _directory(word: str) -> str:
     return repr(word) if word else "none"
 
 
+_WHERE = {"prediction": "trainer.predict(dataset)"}
+
+
 def compare_data(world: World, sets: Mapping[str, Dataset[Any]]) -> None:
     """See that all workers hold the same samples, as far as it shows without reading any. Every worker calls this.
 
@@ -83,7 +107,7 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any]]) -> None:
                 continue
             raise ConfigError(
                 f"the {name} set holds other samples on rank {rank} than on rank 0: every worker has made its own",
-                where=f"mh.Data({name}=…), rank 0 and rank {rank}",
+                where=f"{_WHERE.get(name, f'mh.Data({name}=…)')}, rank 0 and rank {rank}",
                 fix="draw alike on every worker: random_split(dataset, lengths, torch.Generator().manual_seed(0)), or "
                 "torch.manual_seed(0) before the data is made, for scikit-learn and NumPy random_state=0 and "
                 "np.random.seed(0); what depends on RANK must not be in it",

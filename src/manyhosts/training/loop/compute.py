@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -234,12 +235,17 @@ def _check_shapes(loss: str, outputs: Sequence[int], targets: Sequence[int]) -> 
         ConfigError: each output would be held against the targets of other samples, too.
     """
     shapes = f"the model's outputs have shape {tuple(outputs)} and the targets {tuple(targets)}"
-    if loss in _OF_PAIRS and targets and len(outputs) != len(targets):
+    if loss in _OF_PAIRS and targets and tuple(outputs) != tuple(targets):
+        own, others = math.prod(outputs[1:]), math.prod(targets[1:])
         raise ConfigError(
-            f"{shapes}: PyTorch would broadcast them and hold each output against the targets of other samples",
+            f"{shapes}: {loss} compares them number by number, and PyTorch would broadcast one to the other, so that "
+            "outputs meet the targets of other samples, or fail",
             where=f"mh.Trainer(loss={loss})",
             fix="give both one shape: let the model end with .squeeze(-1) or nn.Flatten(0), or the dataset give each "
-            "target with .unsqueeze(-1)",
+            "target with .unsqueeze(-1)"
+            if own == others
+            else f"the model gives {own} numbers for a sample, and its target is {others}: let it end with as many, as "
+            f"nn.Linear(…, {others}) gives; where targets are classes, take nn.CrossEntropyLoss()",
         )
     if loss in _BY_CLASS and len(outputs) == 1:
         raise ConfigError(

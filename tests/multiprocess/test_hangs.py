@@ -105,7 +105,7 @@ def test_worker_that_leaves_early_is_named_and_not_those_that_still_waited_for_i
         ended.err
     )
     assert "Traceback" not in ended.err
-    assert "every rank make the same number of steps" in ended.err
+    assert "leave a loop after the same number of steps on all" in ended.err
 
 
 def test_run_that_hangs_is_started_again_where_that_was_asked_for(tmp_path: Path) -> None:

@@ -266,14 +266,14 @@ class Session:
         else:
             alike = layout is not None and calls.trainers == 1
 
-        def together() -> Any:
+        def compared() -> Any:
             if name:
                 compare_calls(world, name)
             return once()
 
         return rendezvous.make(
             calls,
-            together,
+            compared,
             most=self.settings.virtual_workers or 0,
             survives=world.backend == "gloo" and world.device.type == "cpu" and alike,
             layout=layout,

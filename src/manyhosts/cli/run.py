@@ -220,6 +220,9 @@ def run(**words: Any) -> int:
         is_own = job.kind == "module" and job.program.startswith("manyhosts.")  # who runs that says what it does
         if not (sys.stdout.isatty() or is_own):  # on a terminal a live line says what is awaited
             display.warn(_beginning(plan))
+        if not job.run_dir_is_chosen and not is_own and (before := scripts.unfinished(job.program, job.kind)):
+            name = before.relative_to(Path.cwd())
+            display.warn(f"manyhosts: this is a new run; one was not finished, and --run-dir {name} continues it")
         try:
             code = launcher.submit(plan, display)
         finally:

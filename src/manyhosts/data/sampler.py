@@ -68,6 +68,8 @@ class Order(Sampler[list[int]]):
                 fix="set drop_last=True, or another batch_size; mh.Trainer and mh.Run train with such batches, too",
             )
         self.position = Position()
+        self._read: Position | None = None
+        """From where an epoch was read to its end last."""
         self.before_first: Callable[[], None] | None = None
         """Called once, when the first samples are asked for. A loader has drawn a seed of its own by then."""
 
@@ -91,15 +93,22 @@ class Order(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The samples of this worker for each step that is left of the epoch under way."""
+        if self._read == self.position:
+            raise ConfigError(
+                f"epoch {self.epoch} was read to its end, and read again it would be the same one: no step was counted",
+                where="mh.Order",
+                fix="call order.advance() after each step, or saver.after_step() of an mh.Saver that has the order",
+            )
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
-        position, epoch = self.position, self.position.epoch
+        begun, position, epoch = self.position, self.position, self.position.epoch
         while position.epoch == epoch:
             samples = self._order.at(position)
             begin, end = bounds(len(samples), self.size, self.rank)
             yield samples[begin:end].tolist()
             position = self._order.after(position)
+        self._read = begun
 
     def __len__(self) -> int:
         """Steps that are left of the epoch under way."""
@@ -130,4 +139,5 @@ class Order(Sampler[list[int]]):
                     where="mh.Order",
                     fix=f"give {key}={state[key]}, or begin in another folder",
                 )
+        self._read = None
         self.position = self._order.begin(Position(state["epoch"], state["sample"]))

@@ -204,6 +204,19 @@ def last_run_dir(program: str, kind: Kind, *, elsewhere: bool = False) -> Path:
     return newest[1]
 
 
+def unfinished(program: str, kind: Kind) -> Path | None:
+    """The newest run directory of `program` here, where that run has snapshots and was not finished."""
+    try:
+        newest = last_run_dir(program, kind)
+    except ConfigError:
+        return None
+    status = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        status = str(parsed((newest / "summary.json").read_bytes())["status"])
+    goes_on = status in ("completed", "stopped early") or run_lock.goes_on(newest)
+    return None if goes_on or not any((newest / "snapshots").glob("step-*")) else newest
+
+
 def _is_of(record: Mapping[str, Any], run_dir: Path, program: str, kind: Kind) -> bool:
     """Whether the run in `run_dir` is one of `program`; an executable is known by the name of its directory."""
     if kind == "script":

@@ -324,6 +324,12 @@ class Run(Session):
                 where="run.log",
                 fix="call it in the function that run.fit is given; what evaluate is to record it gives in its mapping",
             )
+        if reserved := [name for name in values if name == "loss" or name.startswith("loss/")]:
+            raise ConfigError(
+                f"run.log({reserved[0]}=…) has the name of what run.backward records",
+                where="run.log",
+                fix="give it another name: the loss of each step is recorded by itself",
+            )
         device = self.world.device
         self._own_step.logged |= {
             name: number_of(name, value, device, "run.log", torch.float64).to(device, torch.float64).detach()

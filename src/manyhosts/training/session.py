@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,7 @@ class Session:
         check_callbacks(acting)
         init_from = options.get("init_from")
         init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
+        self._begins_with_given = init is not None or isinstance(model, nn.Module)
         self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, options.get("run_dir"))
@@ -306,9 +308,11 @@ class Session:
         return values
 
     def _say(self, text: str) -> None:
-        """Report which weights were used, where there is a run to report it."""
+        """Report which weights were used: in the run's record, or, where nothing was trained, on the terminal."""
         if self._run is not None:
             self._emit(self._run, Note(text=text, step=self._run.state.step, time=time.time()))
+        elif self.world.is_rank_0 and not self._begins_with_given:
+            sys.stderr.write(f"manyhosts: {text}: fit was not called, and they are those that the model begins with\n")
 
     def _emit(self, run: Fit, news: Event) -> None:
         if self.world.is_rank_0 and not self._collective_calls.over:
@@ -422,6 +426,8 @@ class Session:
                 weights_step=used.step,
             )
             self._emit(self._run, news)
+        else:
+            self._say(f"tested: {used}")
         return values
 
     def _evaluation(self, name: Literal["validation", "test"]) -> OfAllSets:

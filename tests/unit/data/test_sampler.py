@@ -42,8 +42,20 @@ def test_it_goes_on_where_it_was_on_other_workers_and_with_another_batch_size() 
     first.advance()
     second = mh.Order(20, batch_size=4, rank=0, size=1)
     second.load_state_dict(first.state_dict())
-    assert sorted(taken + list(chain.from_iterable(epoch_of(second)))) == list(range(20))
-    assert epoch_of(second)[0] == list(chain.from_iterable(epoch_of(first)))[:4]
+    rest = epoch_of(second)
+    assert sorted(taken + list(chain.from_iterable(rest))) == list(range(20))
+    assert rest[0] == list(chain.from_iterable(epoch_of(first)))[:4]
+
+
+def test_epoch_that_is_read_again_without_a_step_is_refused() -> None:
+    order = mh.Order(20, batch_size=6, rank=0, size=1)
+    epoch_of(order)
+    with pytest.raises(ConfigError, match="no step was counted") as refused:
+        epoch_of(order)
+    assert "order.advance()" in refused.value.fix
+    for _ in range(4):
+        order.advance()
+    assert len(epoch_of(order)) == 4, "the next epoch"
 
 
 def test_each_epoch_has_its_order() -> None:

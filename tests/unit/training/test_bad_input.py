@@ -397,6 +397,15 @@ def test_weights_that_are_neither_the_best_nor_the_last_are_refused(weights: Any
         assert refused.value.fix == 'choose "best" or "last"'
 
 
+def test_evaluation_of_a_model_that_was_not_trained_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = mh.Data(dataset(), test=dataset(), batch_size=5)
+    trainer(tmp_path / "a", data=data).test()
+    said = "tested: the last weights, of step 0: fit was not called, and they are those that the model begins with"
+    assert said in capsys.readouterr().err
+    trainer(tmp_path / "b", data=data, model=network()).test()  # which may have been trained elsewhere
+    assert "tested" not in capsys.readouterr().err
+
+
 def test_metric_that_cannot_take_the_outputs_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the metric 'right', a MulticlassAccuracy, cannot take outputs"):
         trainer(tmp_path, metrics={"right": MulticlassAccuracy(num_classes=7)}).fit("1 epoch")

@@ -283,9 +283,12 @@ class GroupCoordinator:
         self._waiting = False
         reason = self.group_state.reason
         late = {member.number for member in self.group_state.members.values() if member.late}
-        formed = self.group_state.form()
+        before, formed = len(self.group_state.order), self.group_state.form()
         newcomers = [member.rank for member in formed if member.number in late]
         nodes = len({member.node for member in formed})
+        how = _how(len(formed), len(newcomers), self.group_state.parts)
+        if not reason and len(formed) < before:
+            how += ": the others have come to their end"
         for member, (local_rank, local_size, node_rank) in zip(formed, places(formed), strict=True):
             self._hosts.send_member(
                 member,
@@ -302,7 +305,7 @@ class GroupCoordinator:
                 port=port,
                 newcomers=newcomers,
                 reason=reason,
-                how=_how(len(formed), len(newcomers), self.group_state.parts),
+                how=how,
             )
 
 

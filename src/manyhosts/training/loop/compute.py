@@ -99,7 +99,12 @@ class ForwardPass:
             else:
                 assert self.loss is not None, "a trainer has either a loss or a step"
                 inputs, targets = pair(batch)
-                values = {"loss": loss_of(self.loss, outputs_of(model, inputs), targets)}
+                try:
+                    outputs = model(inputs)
+                except RuntimeError as cause:
+                    check_doubles(cause, model, inputs)
+                    raise
+                values = {"loss": loss_of(self.loss, outputs, targets)}
         if isinstance(values, Terms):
             values = values.counted(piece)
         check_gradient(values["loss"], _where(self.step))
@@ -132,7 +137,12 @@ class ForwardPass:
             return step_values(self.step(model, batch))
         assert self.loss is not None, "a trainer has either a loss or a step"
         inputs, targets = pair(batch)
-        return {"loss": loss_of(self.loss, outputs_of(model, inputs), targets)}
+        try:
+            outputs = model(inputs)
+        except RuntimeError as cause:
+            check_doubles(cause, model, inputs)
+            raise
+        return {"loss": loss_of(self.loss, outputs, targets)}
 
 
 def check_gradient(loss: Tensor, where: str, *, of: str = "that is trained") -> None:
@@ -159,18 +169,14 @@ def _where(step: UserStep | None) -> str:
     return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
 
 
-def outputs_of(model: nn.Module, inputs: Any) -> Any:
-    """What `model` returns for `inputs`.
+def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any) -> None:
+    """Look why `model` has failed on `inputs`.
 
     Raises:
         ConfigError: it computes in float32 and they are of float64, as NumPy makes them.
     """
-    try:
-        return model(inputs)
-    except RuntimeError as cause:
-        doubles = isinstance(inputs, Tensor) and inputs.dtype == torch.float64
-        if not doubles or any(each.dtype == torch.float64 for each in model.parameters()):
-            raise
+    doubles = isinstance(inputs, Tensor) and inputs.dtype == torch.float64
+    if doubles and all(each.dtype != torch.float64 for each in model.parameters()):
         raise ConfigError(
             f"the model cannot take inputs of float64, as NumPy makes them: {first_line(cause)}",
             where="mh.Data(train=…)",

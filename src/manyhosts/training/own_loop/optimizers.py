@@ -38,15 +38,11 @@ class CombinedOptimizer(Optimizer):
         groups = (group for each in named.values() for group in each.param_groups)
         super().__init__([{"params": list(each["params"])} for each in groups], {})
         self.named = dict(named)
+        self.take_groups()
 
-    @property
-    def param_groups(self) -> Any:
-        """Those of the optimizers, as they are now: one whose state is loaded has new ones."""
-        return [group for each in self.named.values() for group in each.param_groups]
-
-    @param_groups.setter
-    def param_groups(self, given: Any) -> None:
-        """Nothing, as for `state`."""
+    def take_groups(self) -> None:
+        """Have the groups that the optimizers have now: one whose state was loaded has new ones."""
+        self.param_groups = [group for each in self.named.values() for group in each.param_groups]
 
     @property
     def state(self) -> Any:
@@ -74,3 +70,4 @@ class CombinedOptimizer(Optimizer):
                 }
             )
             begin = end
+        self.take_groups()

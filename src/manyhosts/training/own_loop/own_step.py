@@ -128,6 +128,8 @@ class OwnStep:
         self.step: Callable[[], None]
         """The user's, to be called once for each optimizer step."""
         self.groups: dict[str, Group] = {}
+        self.combined: CombinedOptimizer
+        """All optimizers, as one."""
         self.state: dict[str, Any] = {}
         """The user's own numbers and tensors, equal on all workers."""
         self.remembers = False
@@ -196,7 +198,7 @@ class OwnStep:
     def take_optimizers(self, combined: Optimizer) -> dict[str, LRScheduler]:
         """Know the optimizers, which are made after the models were placed. Returns the schedulers, by their names."""
         assert isinstance(combined, CombinedOptimizer), "mh.Run makes one"
-        schedulers = self.make_schedulers(combined.named)
+        self.combined, schedulers = combined, self.make_schedulers(combined.named)
         for name, each in combined.named.items():
             parameters = [parameter for group in each.param_groups for parameter in group["params"]]
             with _trained(self._placed, parameters, also_frozen=True):
@@ -600,12 +602,25 @@ class OwnStep:
         if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
             raise _BadStep
         if self.remembers and id(group) not in self._undo:
-            self._undo[id(group)] = _copy_of(group)
+            self._undo[id(group)] = self._copy_of(group)
         self.verbs.update(group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls)
         if group.scheduler is not None:
             group.scheduler.step()
         group.pending = False
         return norm
+
+    def _copy_of(self, group: Group) -> Callable[[], None]:
+        """What puts optimizer and scheduler of `group` back as they are now."""
+        optimizer = copy.deepcopy(group.optimizer.state_dict())
+        scheduler = None if group.scheduler is None else copy.deepcopy(group.scheduler.state_dict())
+
+        def undo() -> None:
+            group.optimizer.load_state_dict(optimizer)
+            self.combined.take_groups()
+            if group.scheduler is not None and scheduler is not None:
+                group.scheduler.load_state_dict(scheduler)
+
+        return undo
 
     def _group(self, name: str | None, where: str) -> Group:
         if self.pieces is None:
@@ -683,19 +698,6 @@ def _check_called(**functions: Any) -> None:
                 where="run.backward",
                 fix=f"give the function, not what it returns: run.backward({name}), with def {name}(batch)",
             )
-
-
-def _copy_of(group: Group) -> Callable[[], None]:
-    """What puts optimizer and scheduler of `group` back as they are now."""
-    optimizer = copy.deepcopy(group.optimizer.state_dict())
-    scheduler = None if group.scheduler is None else copy.deepcopy(group.scheduler.state_dict())
-
-    def undo() -> None:
-        group.optimizer.load_state_dict(optimizer)
-        if group.scheduler is not None and scheduler is not None:
-            group.scheduler.load_state_dict(scheduler)
-
-    return undo
 
 
 @contextmanager

@@ -143,6 +143,16 @@ def test_rate_or_schedule_that_a_resume_changes_is_as_if_it_had_been_so_from_the
     assert rates(tmp_path / "d") == rates(tmp_path / "c")
 
 
+def test_what_a_schedule_keeps_in_the_optimizers_groups_is_compared_too(tmp_path: Path) -> None:
+    def up_to(rate: float) -> Any:
+        return lambda optimizer: schedules.OneCycleLR(optimizer, rate, total_steps=20)
+
+    with_a_schedule(tmp_path / "a", torch.optim.SGD, up_to(0.3)).fit(step, "3 steps")
+    with_a_schedule(tmp_path / "a", torch.optim.SGD, up_to(0.1)).fit(step, "6 steps")
+    with_a_schedule(tmp_path / "b", torch.optim.SGD, up_to(0.1)).fit(step, "6 steps")
+    assert rates(tmp_path / "a")[3:] == pytest.approx(rates(tmp_path / "b")[3:], rel=1e-12)
+
+
 def test_other_kind_of_optimizer_is_refused_by_a_resume(tmp_path: Path) -> None:
     with_a_schedule(tmp_path, torch.optim.SGD, halved).fit(step, "3 steps")
     with pytest.raises(ConfigError, match="optimizer is Adam, and the run began with SGD"):

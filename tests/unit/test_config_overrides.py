@@ -84,6 +84,11 @@ def test_one_kind_of_batch_size_replaces_the_other() -> None:
     assert (after.batch_size, after.batch_size_per_worker) == (None, 8)
 
 
+@pytest.mark.parametrize("key", overrides.known_keys())
+def test_every_setting_is_taken_by_its_name(key: str) -> None:
+    overrides.check_keys([key])
+
+
 @pytest.mark.parametrize("given", ["snapshots=20", "best=psnr", "early_stopping=loss"])
 def test_name_of_several_settings_is_answered_with_all_of_them(given: str) -> None:
     group = given.partition("=")[0]

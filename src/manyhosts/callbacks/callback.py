@@ -161,7 +161,7 @@ def _check_methods(callback: Callback) -> None:
     Raises:
         ConfigError: it has none, or one that would never be called.
     """
-    kind, known = type(callback), {name for name in vars(Callback) if not name.startswith("_")}
+    kind, known = type(callback), {name for name in vars(Callback) if not name.startswith("_")} - {"name"}
     own = _own(kind)
     for name in dir(kind):
         if name in known or name.startswith("_") or not callable(getattr(kind, name)):
@@ -173,7 +173,7 @@ def _check_methods(callback: Callback) -> None:
                 where="mh.Trainer(callbacks=…)",
                 fix=f"write def {meant}(self, moment), or, where it is not that, choose another name",
             )
-    if not own & {*known} - {"name"} and not known & vars(callback).keys() - {"name"}:
+    if not known & (own | vars(callback).keys()):
         raise ConfigError(
             f"callback {kind.__name__} has no method that is called",
             where="mh.Trainer(callbacks=…)",

@@ -146,9 +146,7 @@ VERBS = {
 
 _ELSEWHERE = {
     **dict.fromkeys(("train", "launch", "start", "torchrun", "exec"), "manyhosts run train.py"),
-    **dict.fromkeys(
-        ("resume", "continue"), "the same `manyhosts run` command again, or manyhosts run --resume last SCRIPT"
-    ),
+    **dict.fromkeys(("resume", "continue"), "manyhosts run --resume last SCRIPT, or --run-dir RUN"),
     **dict.fromkeys(("stop", "kill", "abort"), "manyhosts cancel RUN"),
     **dict.fromkeys(("ls", "list", "ps", "history"), "manyhosts runs"),
     **dict.fromkeys(("compare", "test", "eval", "evaluate"), "manyhosts analyse RUN"),

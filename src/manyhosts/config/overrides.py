@@ -123,23 +123,24 @@ def check_keys(
     """
     known = known_keys()
     for key in overrides:
+        if key in known:
+            continue
         if own := [each for each in known if each.startswith(f"{key}.")]:
             what = f"{key!r} is the name of several settings, and none itself"
             raise ConfigError(what, where=where, fix=f"set one of {', '.join(own)}; more: manyhosts run --set help")
         if key in _IN_SCRIPT:
             what = f"{key!r} is given in the script alone, as mh.Trainer({key}=…)"
             raise ConfigError(what, where=where, fix="change it there; a run directory is named by --run-dir")
-        if key not in known:
-            raise ConfigError(
-                f"there is no setting named {key!r}",
-                where=where,
-                fix=(_called(key, values.get(key, "")) or f"{nearest(key, known)}{_like(key, known)}")
-                + "all of them: manyhosts run --set help",
-            )
+        raise ConfigError(
+            f"there is no setting named {key!r}",
+            where=where,
+            fix=(_called(key, values.get(key, "")) or f"{nearest(key, known)}{_like(key, known)}")
+            + "all of them: manyhosts run --set help",
+        )
 
 
 _IN_SCRIPT = {
-    "model", "models", "loss", "step", "optimizer", "optimizers", "schedule", "schedulers", "metrics", "listeners",
+    "model", "models", "loss", "step", "optimizer", "optimizers", "schedulers", "metrics", "listeners",
     "callbacks", "init_from", "run_dir", "data", "evaluate",
 }  # fmt: skip
 """What is no plain value."""

@@ -286,11 +286,12 @@ class HangMonitor:
         late = self._latest(now)
         waits = [self._waits.get(number) for number in running]
         waited = min((0.0 if wait is None else now - wait.since for wait in waits), default=0.0)
-        limit_s = min(self.limit_s, _DESERTED_S) if self._gone() else self.limit_s
-        stuck = waited > limit_s and bool(self._asked_for or self._gone())
+        gone = self._gone()
+        limit_s = min(self.limit_s, _DESERTED_S) if gone else self.limit_s
+        stuck = waited > limit_s and bool(self._asked_for or gone)
         if seen and (late > self.limit_s or stuck):
             self._start_afresh(now)
-            self._on_diagnosis(diagnose(seen, limit_s if stuck else self.limit_s, self._gone()))
+            self._on_diagnosis(diagnose(seen, limit_s if stuck else self.limit_s, gone))
         elif late < self.limit_s - _HEADWAY_S:
             self._round, self._next_round = None, now + limit_s / 4  # they got on, or nothing is known of them
 

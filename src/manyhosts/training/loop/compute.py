@@ -377,10 +377,12 @@ def number_of(name: str, value: Any, device: torch.device, where: str, dtype: to
         return torch.tensor(float(value), dtype=dtype, device=device)
     except (TypeError, ValueError, OverflowError, RuntimeError) as cause:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        metrics = "" if where.startswith("run.") else "; what metrics take goes under 'outputs' and 'targets'"
-        loss = "; of an output of Hugging Face return its loss alone: output.loss" if name == "logits" else ""
+        more = (
+            "; of an output of Hugging Face return its loss alone (output.loss), and what metrics take under 'outputs' "
+            "and 'targets'"
+        )
         raise ConfigError(
             f"the value {name!r} is a {type(value).__name__}{shape}, but what goes with a loss must be one number",
             where=where,
-            fix=f"give each number a name of its own{metrics}{loss}",
+            fix=f"give each number a name of its own{'' if where == 'run.log' else more}",
         ) from cause

@@ -301,9 +301,10 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     source = cut_source(batch)
     options = options_of(made_optimizer)
     made_schedule = _make_schedule(schedule, made_optimizer, data)
-    schedules = {} if made_schedule is None else {"": made_schedule}
+    named, schedules = {"": made_optimizer}, {} if made_schedule is None else {"": made_schedule}
     if own_step is not None:
         schedules = own_step.take_optimizers(made_optimizer)
+        named = own_step.combined.named
     elif schedule is not None:
         check_rates(settings, [each["lr"] for each in options], made_optimizer, schedule)
     return Parts(
@@ -324,7 +325,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         watcher=watcher,
         auditor=auditor,
         source=source,
-        initial_optimizer=InitialOptimizer.of(made_optimizer, schedules, options=options, model=placed),
+        initial_optimizer=InitialOptimizer.of(made_optimizer, schedules, named=named, options=options, model=placed),
         data_identity=DataIdentity(
             data.train,
             seed=settings.seed,

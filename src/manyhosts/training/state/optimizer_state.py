@@ -16,6 +16,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -142,14 +143,19 @@ class InitialOptimizer:
         optimizer: Optimizer,
         schedules: Mapping[str, LRScheduler],
         *,
+        named: Mapping[str, Optimizer],
         options: Sequence[Mapping[str, Any]],
         model: nn.Module,
     ) -> InitialOptimizer:
-        """Look at both before the first step. `options`: those of the groups before a trainer's schedule was made."""
+        """Look at both before the first step. `named`: what `optimizer` is made of, by the names that `schedules` have;
+        `options`: those of the groups before the schedules were made.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        named: Mapping[str, Optimizer] = getattr(optimizer, "named", {})
+        before = iter(options)
+        of_each = {name: list(islice(before, len(each.param_groups))) for name, each in named.items()}
+        plain = {name: _plain_schedule(each, of_each[name], named[name]) for name, each in schedules.items()}
         asked = {
-            "optimizer": ", ".join(type(each).__name__ for each in named.values()) or type(optimizer).__name__,
+            "optimizer": ", ".join(type(each).__name__ for each in named.values()),
             "groups": [
                 {
                     "tensors": len(group["params"]),
@@ -158,10 +164,10 @@ class InitialOptimizer:
                 for group in optimizer.param_groups
             ],
             "options": [_plain_options(each) for each in options],
-            "schedule": _plain_schedule(schedules[""], options, optimizer) if "" in schedules else None,
+            "schedule": plain.get(""),
         }
-        if named:
-            asked["schedules"] = {name: _plain_schedule(each) for name, each in schedules.items()}
+        if "" not in named:
+            asked["schedules"] = plain
         states = {name: copy.deepcopy(each.state_dict()) for name, each in schedules.items()}
         return cls(asked, options_of(optimizer), states)
 
@@ -235,12 +241,10 @@ def _hash_of(names: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
-def _plain_schedule(
-    schedule: LRScheduler, before: Sequence[Mapping[str, Any]] = (), optimizer: Optimizer | None = None
-) -> dict[str, Any]:
+def _plain_schedule(schedule: LRScheduler, before: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
     """Its kind, its own parameters, and what it has put into the optimizer's groups besides the rate."""
     groups = []
-    for old, group in zip(map(_plain_options, before), optimizer.param_groups if optimizer else (), strict=True):
+    for old, group in zip(map(_plain_options, before), optimizer.param_groups, strict=True):
         now = _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
         groups.append({key: value for key, value in now.items() if key not in old or old[key] != value})
     own = _plain_values(_own_parameters(schedule.state_dict()))

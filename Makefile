@@ -1,4 +1,5 @@
-# Two commands on a fresh machine: `make train` and `make test`. Everything lives in .venv; nothing else is touched.
+# Two commands on a fresh machine: `make train` and `make test`. Everything lives in .venv, but for
+# Debian packages that `make test` installs as root.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin

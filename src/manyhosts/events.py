@@ -52,6 +52,8 @@ class RunStarted:
     """None where the duration is a time."""
     time: float
     resumed_from: str = ""
+    seconds_done: float = 0.0
+    """Of training before, which count where the duration is a time."""
     epochs_done: float = 0.0
     """With the fraction of the current one; integers only for a stream."""
 

@@ -13,6 +13,9 @@ import pytest
 from launching import MANYHOSTS, environment
 from sklearn import metrics
 
+from manyhosts.analysis import analyse, statistics
+from manyhosts.errors import ConfigError
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("analyse")]
 
 SCRIPT = """
@@ -46,6 +49,34 @@ trainer = mh.Trainer(
     seed=int(sys.argv[2]),
 )
 trainer.fit("12 epochs")
+trainer.test()
+"""
+
+
+OF_TWO_CLASSES = """
+import torch
+from sklearn.datasets import load_breast_cancer
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import BinaryAccuracy
+
+import manyhosts as mh
+
+cells = load_breast_cancer()
+inputs = torch.tensor(cells.data, dtype=torch.float32)
+inputs = (inputs - inputs.mean(0)) / inputs.std(0)
+labels = torch.tensor(cells.target, dtype=torch.float32).unsqueeze(1)
+order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+train, test = (TensorDataset(inputs[part], labels[part]) for part in order.split([400, 169]))
+
+trainer = mh.Trainer(
+    model=lambda: nn.Linear(30, 1),
+    loss=nn.BCEWithLogitsLoss(),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    data=mh.Data(train=train, test=test, batch_size=32),
+    metrics={"share right": BinaryAccuracy()},
+)
+trainer.fit("3 epochs")
 trainer.test()
 """
 
@@ -100,6 +131,21 @@ def test_numbers_are_those_of_scikit_learn_on_the_same_predictions(runs: Path, g
 def test_loss_and_metrics_are_those_of_the_trainers_own_test(runs: Path, good: dict[str, Any]) -> None:
     reported = json.loads((runs / "good" / "summary.json").read_text())["test"]
     assert {name: each["value"] for name, each in good["values"].items()} == pytest.approx(reported, rel=1e-6)
+
+
+def test_logits_of_a_binary_loss_are_those_of_two_classes(tmp_path: Path) -> None:
+    """Not of a regression, whose errors would be those of logits against zeros and ones."""
+    (tmp_path / "train.py").write_text(OF_TWO_CLASSES)
+    done = manyhosts(tmp_path, "run", "--workers", "1", "--run-dir", "two", "train.py")
+    assert done.returncode == 0, done.stderr
+    found, reported = analysed(tmp_path, "two"), json.loads((tmp_path / "two" / "summary.json").read_text())["test"]
+    with np.load(tmp_path / "two" / "analysis.npz") as kept:
+        targets, predicted = kept["targets"], kept["predicted"]
+    assert found["kind"] == "classes"
+    assert found["confusion"] == metrics.confusion_matrix(targets, predicted).tolist()
+    values = {name: each["value"] for name, each in found["values"].items()}
+    assert values.pop("accuracy") == pytest.approx(reported["share right"])
+    assert values == pytest.approx(reported, rel=1e-6)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -164,3 +210,59 @@ def test_data_that_the_script_does_not_have_is_refused(runs: Path) -> None:
     assert done.returncode == 2
     assert "the script gives no validation data" in done.stderr
     assert "--data takes what the script has: test, train" in done.stderr
+
+
+def test_losses_of_two_kinds_are_made_alike_or_not_compared() -> None:
+    gaps = np.array([3.0, -1.0, 0.5])
+    one = {"losses": np.abs(gaps), "predicted": gaps, "targets": np.zeros(3), "loss": "L1Loss()"}
+    two = {"losses": np.square(gaps), "predicted": gaps, "targets": np.zeros(3), "loss": "MSELoss()"}
+    analyse._make_alike(one, two, where="")
+    assert one["losses"].tolist() == two["losses"].tolist() == np.square(gaps).tolist()
+    with pytest.raises(ConfigError, match="different losses"):
+        analyse._make_alike({"losses": gaps}, where="a, b")
+
+
+def test_mean_that_says_the_opposite_of_most_samples_is_no_verdict() -> None:
+    generator = np.random.default_rng(0)
+    one = {"losses": generator.random(200) + 1.0}
+    gaps = np.where(np.arange(200) < 190, -0.1, 30.0)
+    two = {"losses": one["losses"] + gaps}
+    draws = statistics.resamples(200, 200)
+    found = statistics.paired(one, two, draws, names=("one", "two"))
+    assert found["p"] < 0.05
+    assert found["verdict"].startswith("no verdict: two has the lower loss on most samples")
+    plain = statistics.paired(one, {"losses": one["losses"] - 0.1}, draws, names=("one", "two"))
+    assert plain["verdict"].startswith("two is better")
+
+
+OF_LABELS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+
+generator = torch.Generator().manual_seed(0)
+inputs, labels = torch.randn(60, 4, 6, generator=generator), torch.randint(1, 3, (60, 6), generator=generator)
+for index in range(60):
+    labels[index, 1 + index % 6 :] = 0
+data = TensorDataset(inputs, labels)
+trainer = mh.Trainer(
+    model=lambda: nn.Conv1d(4, 3, 1),
+    loss=nn.CrossEntropyLoss(ignore_index=0, weight=torch.tensor([1.0, 2.0, 0.5])),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    data=mh.Data(train=data, test=data, batch_size=12),
+    callbacks=[mh.EMA(0.5)],
+)
+trainer.fit("2 epochs")
+trainer.test()
+"""
+
+
+def test_loss_over_labels_is_that_of_the_trainers_own_test_by_the_averaged_weights(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OF_LABELS)
+    done = manyhosts(tmp_path, "run", "--workers", "1", "--run-dir", "one", "train.py")
+    assert done.returncode == 0, done.stderr
+    reported = json.loads((tmp_path / "one" / "summary.json").read_text())["test"]
+    found = analysed(tmp_path, "one")
+    assert {name: each["value"] for name, each in found["values"].items()} == pytest.approx(reported, rel=1e-6)

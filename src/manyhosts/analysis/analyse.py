@@ -75,11 +75,33 @@ def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple
             where=f"{names[0]}, {names[1]}",
             fix="compare runs of scripts that hold out the same data, in the same order",
         )
+    if str(ours.get("loss", "")) != str(theirs.get("loss", "")):
+        _make_alike(ours, theirs, where=f"{names[0]}, {names[1]}")
     draws = statistics.resamples(len(ours["targets"]), resamples)
     reported = {"first": names[0], "second": names[1], **statistics.paired(ours, theirs, draws, names=names)}
     found = read_json(to / NAME)
     write_json(to / NAME, {**found, "comparison": to_words(reported)})
     return reported
+
+
+def _make_alike(*found: dict[str, Any], where: str) -> None:
+    """Have the losses of two models be the same thing: squared errors of numbers, and whether a class was right.
+
+    Raises:
+        ConfigError: the models were trained by different losses, and predict neither.
+    """
+    for each in found:
+        if "right" in each:
+            each["losses"] = 1.0 - each["right"]
+        elif "predicted" in each:
+            gaps = each["predicted"].astype(float) - each["targets"]
+            each["losses"] = np.square(gaps).reshape(len(gaps), -1).mean(1)
+        else:
+            raise ConfigError(
+                "the two have different losses, whose values cannot be compared",
+                where=where,
+                fix="compare runs of one loss, or by metrics of each",
+            )
 
 
 def _folder(run_dir: Path) -> str:

@@ -6,6 +6,7 @@ manyhosts run --workers N -m manyhosts.analysis.in_worker REQUEST.json
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from manyhosts.analysis import statistics
 from manyhosts.errors import ConfigError
 from manyhosts.records import first_batch
 from manyhosts.records.atomic_file import write_json
 from manyhosts.records.numbers import to_words
+from manyhosts.training.loss_weights.weighing import class_mean
 from manyhosts.training.trained_script import TrainedRun, open_run
 
 SCHEMA_VERSION = 1
@@ -74,10 +77,26 @@ class _Forward:
                 where="the model",
                 fix="give mh.Trainer a step that returns tensors as 'outputs' and 'targets'",
             )
-        return {"outputs": outputs.float(), "targets": targets, "losses": self._losses(outputs, targets)}
+        losses, counts = self._losses(outputs, targets)
+        return {"outputs": outputs.float(), "targets": targets, "losses": losses, "counts": counts.double()}
 
-    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Of each sample, shape (samples,)."""
+    def _losses(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each sample, and what it counts in the mean, as in training; both of shape (samples,)."""
+        loss: Any = self._loss
+        rule = class_mean(loss)
+        if rule is None:
+            return self._of_samples(outputs, targets), torch.ones(len(outputs), dtype=torch.float64)
+        counts = torch.tensor([rule((None, targets[k : k + 1])) for k in range(len(targets))], dtype=torch.float64)
+        if isinstance(loss, nn.Module):
+            loss = copy.copy(loss)
+            loss.reduction = "none"  # one of PyTorch's, whose reduction is a text
+        else:
+            loss = functools.partial(loss, reduction="none")
+        rows: Tensor = loss(outputs, targets)
+        sums = rows.double().flatten(1).sum(1) if rows.dim() > 1 else rows.double()
+        return torch.where(counts > 0, sums.cpu() / counts, 0.0).to(outputs.dtype), counts
+
+    def _of_samples(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss: Any = self._loss
         if loss is None:  # a step has its own: what its outputs say of classes is used instead
             if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
@@ -95,8 +114,17 @@ class _Forward:
 def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Mapping[str, Any]) -> None:
     """`analysis.json`, the numbers of each sample next to it, and pictures of the worst where they are pictures."""
     outputs, targets, losses = (found[name] for name in ("outputs", "targets", "losses"))
-    arrays = {"outputs": outputs.numpy(), "targets": targets.numpy(), "losses": losses.double().numpy()}
+    if wrong := outputs.reshape(len(outputs), -1).isnan().any(1).nonzero().flatten().tolist():
+        raise ConfigError(
+            f"{len(wrong)} of {len(losses)} samples have an answer that is no number (nan)",
+            where=f"{asked['data']} data, sample {', '.join(map(str, wrong[:5]))}",
+            fix="see what the model makes of them, or leave them out of the set",
+        )
+    scores, labels = _of_two_classes(run.trainer.loss, outputs, targets) or (outputs, targets)
+    arrays = {"outputs": scores.numpy(), "targets": labels.numpy(), "losses": losses.double().numpy()}
     samples, kind = len(losses), statistics.kind_of(arrays["outputs"], arrays["targets"])
+    if kind == "numbers" and _is_of_classes(run.trainer.loss):
+        kind = "other"  # several labels at once, or shares of them
     draws = statistics.resamples(samples, asked["resamples"])
     reported: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -108,9 +136,9 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
         "samples": samples,
         "kind": kind,
         "resamples": len(draws),
-        "values": statistics.with_intervals(_values(run, found, kind), samples, draws),
+        "values": statistics.with_intervals(_values(run, found, arrays, kind), samples, draws),
     }
-    kept: dict[str, Any] = {"losses": arrays["losses"], "targets": arrays["targets"]}
+    kept: dict[str, Any] = {"losses": arrays["losses"], "targets": arrays["targets"], "loss": _name_of(run)}
     right = None
     if kind == "classes":
         reported |= statistics.of_classes(arrays["outputs"], arrays["targets"])
@@ -130,17 +158,42 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
     write_json(folder / "analysis.json", to_words(reported))
 
 
-def _values(run: TrainedRun, found: Mapping[str, Tensor], kind: str) -> Any:
+def _name_of(run: TrainedRun) -> str:
+    """What the loss is called, with what it was made with: losses of another are not compared with it."""
+    loss: Any = run.trainer.loss
+    if loss is None:
+        return "that of its step"
+    return repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", repr(loss))
+
+
+def _is_of_classes(loss: Any) -> bool:
+    """Whether `loss` takes each of its outputs for how sure a yes is."""
+    kinds, functions = (
+        (nn.BCEWithLogitsLoss, nn.BCELoss),
+        (functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy),
+    )
+    return isinstance(loss, kinds) or loss in functions
+
+
+def _of_two_classes(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Scores (samples, 2) and classes (samples,), where a number for each sample says which of two classes it is."""
+    if not _is_of_classes(loss) or outputs[0].numel() != 1 or not ((targets == 0) | (targets == 1)).all():
+        return None
+    yes = outputs.reshape(-1, 1).double()
+    are_shares = isinstance(loss, nn.BCELoss) or loss is functional.binary_cross_entropy
+    no = 1 - yes if are_shares else torch.zeros_like(yes)
+    return torch.cat([no, yes], dim=1), targets.reshape(-1).long()
+
+
+def _values(run: TrainedRun, found: Mapping[str, Tensor], arrays: Mapping[str, Any], kind: str) -> Any:
     """The loss and every metric of the script over chosen samples."""
     outputs, targets, losses = (found[name] for name in ("outputs", "targets", "losses"))
     metrics = {name: copy.deepcopy(metric).cpu() for name, metric in run.trainer.metrics.items()}
-    weights = getattr(run.trainer.loss, "weight", None)
 
     def values(chosen: Any) -> dict[str, float]:
         rows = torch.from_numpy(chosen)
-        each = losses[rows].double()
-        counts = None if weights is None or kind != "classes" else weights.cpu().double()[targets[rows]]
-        mean = each.mean() if counts is None else (each * counts).sum() / counts.sum()
+        counts = found["counts"][rows]
+        mean = (losses[rows].double() * counts).sum() / counts.sum()
         reported = {"loss": float(mean)}
         for name, metric in metrics.items():
             metric.reset()
@@ -151,7 +204,7 @@ def _values(run: TrainedRun, found: Mapping[str, Tensor], kind: str) -> Any:
         if kind == "numbers":
             reported |= statistics.of_numbers(outputs[rows].numpy(), targets[rows].numpy())
         elif kind == "classes" and "accuracy" not in reported:
-            reported["accuracy"] = float((outputs[rows].argmax(1) == targets[rows]).double().mean())
+            reported["accuracy"] = float((arrays["outputs"][chosen].argmax(1) == arrays["targets"][chosen]).mean())
         return reported
 
     return values

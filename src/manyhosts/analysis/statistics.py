@@ -136,7 +136,7 @@ def paired(
     Of right and wrong, McNemar's exact test over the samples that one of them alone gets right; of losses, Wilcoxon's
     signed-rank test. Differences are second less first.
     """
-    from scipy.stats import binomtest, wilcoxon
+    from scipy.stats import binomtest, rankdata, wilcoxon
 
     gaps = {"loss": second["losses"] - first["losses"]}
     reported: dict[str, Any] = {"samples": len(gaps["loss"]), "level": LEVEL}
@@ -154,6 +154,7 @@ def paired(
             "Wilcoxon, signed ranks",
             1.0 if same else float(wilcoxon(gaps["loss"]).pvalue),
         )
+        reported["rank_sum"] = float((np.sign(gaps["loss"]) * rankdata(np.abs(gaps["loss"]))).sum())
     reported["differences"] = with_intervals(
         lambda chosen: {name: float(gap[chosen].mean()) for name, gap in gaps.items()}, len(gaps["loss"]), draws
     )
@@ -170,6 +171,12 @@ def _verdict(reported: Mapping[str, Any], names: tuple[str, str]) -> str:
         return (
             f"no difference is shown: {names[1]} departs in {what} {span} on {reported['samples']:,} samples,"
             f" which chance alone does with p = {reported['p']:.2g}"
+        )
+    if gap["value"] * reported.get("rank_sum", gap["value"]) < 0:
+        lower = names[1] if reported["rank_sum"] < 0 else names[0]
+        return (
+            f"no verdict: {lower} has the lower loss on most samples, p = {reported['p']:.2g} ({reported['test']}), "
+            f"and the mean says the opposite: {names[1]} departs {span}, by samples that are far off"
         )
     better = (gap["value"] > 0) == (what == "accuracy")
     verdict = "better" if better else "worse"

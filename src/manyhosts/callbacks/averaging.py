@@ -15,12 +15,14 @@ from manyhosts.callbacks.callback import Callback, Moment, counted, local
 from manyhosts.errors import ConfigError
 
 
-class _Average(Callback):
+class Average(Callback):
     """Of the parameters that the optimizer updates and of buffers of floating point; frozen ones are as they are."""
 
     def __init__(self) -> None:
         self.count = 0
         """How many weights are in it."""
+        self.first = 0
+        """The step whose weights were the first in it."""
         self._average: dict[str, Tensor] = {}
 
     def attach(self, moment: Moment) -> None:
@@ -38,6 +40,7 @@ class _Average(Callback):
     def take_in(self, moment: Moment, share: float) -> None:
         """Move the average by `share` of the way to the weights of now."""
         self.count += 1
+        self.first = moment.step if self.count == 1 else self.first
         now = {**dict(moment.trained.named_parameters()), **dict(moment.trained.named_buffers())}
         own = [local(each) for each in self._average.values()]
         taken = [local(now[name]).to(mine.dtype) for name, mine in zip(self._average, own, strict=True)]
@@ -45,7 +48,7 @@ class _Average(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The average, and how many weights are in it."""
-        return {"count": self.count, "average": dict(self._average)}
+        return {"count": self.count, "first": self.first, "average": dict(self._average)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -60,12 +63,12 @@ class _Average(Callback):
                 where=f"mh.{type(self).__name__}",
                 fix="take back the change of the model or of what the optimizer updates, or use another run directory",
             )
-        self.count = state["count"]
+        self.count, self.first = state["count"], state.get("first", 0)
         for name, average in self._average.items():
             local(average).copy_(local(state["average"][name]))
 
 
-class EMA(_Average):
+class EMA(Average):
     """An exponential moving average: after each step `average = decay * average + (1 - decay) * weights`.
 
     `fit` validates by it, keeps the best of it in `best/`, and `test`, `predict`, `save` and `validate` use it. With
@@ -81,10 +84,13 @@ class EMA(_Average):
             ConfigError: it is no number between 0 and 1.
         """
         super().__init__()
-        if not 0 <= decay < 1:
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ConfigError(
-                f"decay is {decay}", where="mh.EMA(decay=…)", fix="give a number from 0 to below 1: 0.999"
+                f"decay is {decay!r}", where="mh.EMA(decay=…)", fix="give a number from 0 to below 1: 0.999"
             )
+        if warmup not in (True, False):
+            fix = "give True or False: the decay rises by itself, as (1 + n) / (10 + n) after n steps"
+            raise ConfigError(f"warmup is {warmup!r}", where="mh.EMA(warmup=…)", fix=fix)
         self.decay, self.warmup = decay, warmup
 
     def after_step(self, moment: Moment) -> None:
@@ -94,7 +100,7 @@ class EMA(_Average):
             self.take_in(moment, 1 - (min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay))
 
 
-class SWA(_Average):
+class SWA(Average):
     """Stochastic weight averaging: the plain mean of the weights at the end of each `every`, from `start` on.
 
     Until the first of them is taken, evaluations use the weights of now. What the learning rate does is said by

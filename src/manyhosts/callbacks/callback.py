@@ -11,6 +11,7 @@ pass run for each; what is to happen once per step happens here.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -186,6 +188,10 @@ def _own(kind: type[Callback]) -> set[str]:
     return {name for name in vars(Callback) if getattr(kind, name) is not getattr(Callback, name)}
 
 
+_live: WeakSet[Callbacks] = WeakSet()
+"""Those of all trainers that are there."""
+
+
 class Callbacks:
     """Those of one trainer, in order."""
 
@@ -219,6 +225,8 @@ class Callbacks:
                 )
             self.by_name[name] = each
             _check_methods(each)
+            self._see_that_own(name, each)
+        _live.add(self)
         averaging = [name for name, each in self.by_name.items() if type(each).averages is not Callback.averages]
         if len(averaging) > 1:
             raise ConfigError(
@@ -228,6 +236,26 @@ class Callbacks:
             )
         self.averaging = averaging[0] if averaging else ""
         """The name of the one that gives weights to evaluate with; empty where none does."""
+
+    def _see_that_own(self, name: str, callback: Callback) -> None:
+        """See that a callback which keeps something of its run is not that of another trainer, too.
+
+        Raises:
+            ConfigError: it is.
+        """
+
+        def is_elsewhere() -> bool:
+            return any(each is callback for other in list(_live) for each in other.by_name.values())
+
+        if type(callback).state_dict is Callback.state_dict or not is_elsewhere():
+            return
+        gc.collect()  # a trainer that is gone may wait for that
+        if is_elsewhere():
+            raise ConfigError(
+                f"callback {name!r} is that of another trainer, too, and keeps what belongs to one run",
+                where="mh.Trainer(callbacks=…)",
+                fix=f"make one for each trainer: callbacks=[{type(callback).__name__}(…)]",
+            )
 
     def __bool__(self) -> bool:
         return bool(self.by_name)

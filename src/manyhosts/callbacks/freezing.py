@@ -19,10 +19,28 @@ class Freeze(Callback):
     """
 
     def __init__(self, *names: str, start: str | None = None, until: str | None = None) -> None:
-        """`names`: `"backbone"` (all below it), or a pattern such as `"*.bias"`."""
-        for text in (start, until):
-            if text is not None:
-                counted(text)
+        """`names`: `"backbone"` (all below it), or a pattern such as `"*.bias"`.
+
+        Raises:
+            ConfigError: there are none, or it would never freeze.
+        """
+        if not names or not all(isinstance(each, str) for each in names):
+            raise ConfigError(
+                f"mh.Freeze is given {names[0]!r}, no name"
+                if names
+                else "mh.Freeze is given no name, and freezes nothing",
+                where="mh.Freeze(…)",
+                fix='name what is frozen, each by itself: mh.Freeze("backbone", "neck", until="3 epochs")',
+            )
+        first, last = (None if text is None else counted(text) for text in (start, until))
+        for unit in ("epochs", "steps"):
+            begin, end = getattr(first, unit, None), getattr(last, unit, None)
+            if begin is not None and end is not None and end <= begin:
+                raise ConfigError(
+                    f"it freezes from {start!r} until {until!r}, which is never",
+                    where="mh.Freeze(…)",
+                    fix="until= is when the parameters are trained again, counted from the run's start",
+                )
         self.patterns, self.start, self.until = names, start, until
         self.name = f"freeze {', '.join(names)}"
         self.found: list[str] = []

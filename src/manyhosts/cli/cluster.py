@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from manyhosts.config import clusters
 from manyhosts.errors import ConfigError
@@ -34,6 +35,17 @@ def cluster_option(command: Command) -> Command:
 def with_table(context: click.Context, option: click.Parameter, typed: tuple[str, ...]) -> tuple[str, ...]:
     """The callback of an option that may be given several times: what the table says, then what is typed."""
     return (*context.meta.get(_TABLE, {}).get(option.name, ()), *typed)
+
+
+def typed_first(words: Mapping[str, Any]) -> dict[str, Any]:
+    """`words` without what a table says in another way than what was typed."""
+    source = click.get_current_context().get_parameter_source
+    typed = {name for name in words if source(name) is ParameterSource.COMMANDLINE}
+    other = set()
+    for names in (("hosts", "hostfile", "nodes"), ("workers", "workers_per_node")):
+        if typed & set(names[:2]):
+            other |= set(names)
+    return {name: None if name in other - typed else value for name, value in words.items()}
 
 
 def target_options(help: str) -> Callable[[Command], Command]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from manyhosts.errors import ConfigError
+from manyhosts.export.description import Description
 
 _TARGETS = ("docker", "apptainer", "kubernetes", "sagemaker", "ray")
 
@@ -48,6 +49,7 @@ def deploy(
         export=Path(export).absolute(), to=to, name=name, output=Path(output) if output else None, options=pairs
     )
     if dry_run:
+        Description.read(request.export)  # which says where there is none
         print(f"would write what serves {export} with {to} to {request.folder}")
         return 0
     folder, follows = deployed(request)

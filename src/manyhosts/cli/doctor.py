@@ -137,6 +137,8 @@ def _job(where: Where, program: str, scratch: Path) -> tuple[str, Job]:
     """The target, and a job of one host probe on each of its hosts."""
     hosts, _ = where.named()
     _, most = where.least_and_most()
+    if most == 0:
+        raise ConfigError("--nodes is 0", where="--nodes", fix="give 1 or more")
     nodes = len(hosts) or most or 1
     job = Job(
         program=program,

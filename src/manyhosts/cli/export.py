@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import click
 from manyhosts.errors import ConfigError
 from manyhosts.export.description import BATCHES, FORMATS, Description
 from manyhosts.launchers.named_runs import directory_of
+from manyhosts.records.chosen_run import run_directory
 
 
 @click.command()
@@ -59,9 +61,11 @@ def export(
         model=words["model"],
     )
     if dry_run:
+        run_directory(run)  # which says where there is none
         print(f"would write {request.format}, {request.precision}, of {request.snapshot} in {run} to {request.folder}")
         return 0
-    folder, described = exported(request, lambda line: print(f"{line} …", file=sys.stderr, flush=True))
+    with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the answer
+        folder, described = exported(request, lambda line: print(f"{line} …", file=sys.stderr, flush=True))
     print((folder / "export.json").read_text() if as_json else _reported(folder, described))
     return 0
 

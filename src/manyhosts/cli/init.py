@@ -112,6 +112,8 @@ if __name__ == "__main__":
 def init(folder: Path, dry_run: bool, loop: bool, trace: bool) -> int:
     """Write a train.py that runs into DIR (default: here). It never overwrites one."""
     path = folder / "train.py"
+    if "" in (click.get_current_context().find_object(list) or ()):
+        raise ConfigError("DIR is empty", where="DIR", fix="name a folder, or leave it out: train.py is written here")
     if folder.suffix == ".py":
         fix = "name a folder: `manyhosts init` writes train.py here, `manyhosts init DIR` into DIR"
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import shlex
@@ -46,6 +47,12 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
         # Click lists choices with a line for each
         _print("manyhosts", what or " ".join(error.format_message().split()), _fix(error, verb))
         return 2
+    if isinstance(error, OSError) and error.errno in _OF_A_PLACE and error.filename and not trace:
+        what = f"{_short(str(error.filename))} cannot be used: {error.strerror}"
+        _print(
+            "manyhosts", what, "see who may read and write there, or name another place; --trace shows what was done"
+        )
+        return 2
     if not isinstance(error, ManyhostsError):
         raise error
     if trace:
@@ -53,6 +60,17 @@ def exit_code_of(error: BaseException, *, trace: bool = False, verb: str = "") -
     # A terminal that is stopped cannot hold the end up
     say_last(sys.stderr, f"manyhosts: {plain_text.lines(str(error))}\n")
     return error.exit_code
+
+
+_OF_A_PLACE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+)
+"""What the system says of a file that somebody has named, or of the disk that it is on."""
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= 200 else f"{path[:90]}…{path[-90:]}"
 
 
 def let_go_of_closed_streams() -> None:

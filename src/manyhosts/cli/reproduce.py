@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
+from manyhosts.errors import ConfigError
 from manyhosts.launchers.named_runs import METAVAR, directory_of
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
     """
     from manyhosts.reproduce.again import Again, see
 
+    _check(options)
     again = Again(directory_of(run), options=options)
     with again.code(here=here) as root:
         say = _to_stderr if as_json else _to_stdout
@@ -59,6 +62,32 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
         print(_verdict(found.is_equal, found.then, found.now, bool(found.differences)))
         print(found.again)
     return found.code or (0 if found.is_equal else _DIFFERENT)
+
+
+_PLACES = ("--workers", "--workers-per-node", "--nodes", "--hosts", "--hostfile", "--on", "--cluster")
+_OTHERS = (
+    *("-o", "--ports", "--no-sync", "--bring", "--no-check", "--encrypt", "--head-timeout", "--hang-timeout"),
+    *("--restarts", "--show", "--no-prefix", "--log-size"),
+)
+"""Options of `run` that change no weight."""
+
+
+def _check(options: Sequence[str]) -> None:
+    """See that `options` say where the run is made again, and change nothing else of it.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    names = [word.partition("=")[0] for word in options if word.startswith("-")]
+    if other := [name for name in names if name not in (*_PLACES, *_OTHERS)]:
+        raise ConfigError(
+            f"{other[0]} would change more than where the run is made again",
+            where=f"-- {shlex.join(options)}",
+            fix=f"leave it out; after -- may come: {', '.join((*_PLACES, *_OTHERS))}",
+        )
+    if options and not set(names) & set(_PLACES):
+        fix = "say it too, as in -- --workers 2"
+        raise ConfigError("it is not said where the workers are", where=f"-- {shlex.join(options)}", fix=fix)
 
 
 def _verdict(is_equal: bool, then: str, now: str, differs: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from manyhosts.cli import run_options
-from manyhosts.cli.cluster import cluster_option, target_options, with_table
+from manyhosts.cli.cluster import cluster_option, target_options, typed_first, with_table
 from manyhosts.cli.run_options import OPTION_OF, environment, measuring_options
 from manyhosts.cli.where import Where, pairs, variables_of
 from manyhosts.cluster.place import REHEARSED_GPUS
@@ -206,6 +206,7 @@ def run(**words: Any) -> int:
         print(plan)
         return 0
     run_lock.see_that_free(job.run_dir, takeover.start_of(job.run_dir))
+    named_runs.keep_interruption(job.run_dir, interrupted=False)
     if jobs is not None:
         for note in plan.notes:
             print(f"manyhosts: {note}", file=sys.stderr)
@@ -214,7 +215,6 @@ def run(**words: Any) -> int:
         print(handle)
         return 0
     named_runs.keep_handle(job.run_dir, "")
-    named_runs.keep_interruption(job.run_dir, interrupted=False)
     with Screen(sys.stdout, sys.stderr, logs=job.run_dir / "logs") as screen:
         display = _display(screen)
         is_own = job.kind == "module" and job.program.startswith("manyhosts.")  # who runs that says what it does
@@ -250,6 +250,11 @@ def _check_words(words: Mapping[str, Any]) -> None:
     """
     if words["workers"] is not None and words["workers_per_node"] is not None:
         raise ConfigError("both --workers and --workers-per-node are given", where="--workers", fix="give one of them")
+    if words["rehearse"] and words["no_python"]:
+        what = "--rehearse changes what Python gives a script, and --no-python starts a program as it is"
+        raise ConfigError(what, where="--rehearse", fix="leave --no-python out, and name the script itself")
+    if "" in words["bring"]:
+        raise ConfigError("--bring is empty", where="--bring", fix="name a folder or a file below this one")
     if words["run_dir"] == "":
         raise ConfigError("--run-dir is empty", where="--run-dir", fix="name a directory, or leave it out")
     if words["resume"] and words["run_dir"]:
@@ -261,6 +266,7 @@ def _check_words(words: Mapping[str, Any]) -> None:
 
 
 def _job(words: Mapping[str, Any]) -> Job:
+    words = typed_first(words)
     _check_words(words)
     kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
     scripts.check(words["script"], kind)

@@ -70,7 +70,7 @@ def translate(typed: Sequence[str], flags: Collection[str], with_value: Collecti
             what = f"{value!r} holds a value and the next option, without a space between them"
             raise ConfigError(what, where=name, fix=f"write {name}={value.replace('--', ' --', 1)}")
     elsewhere = any(word.partition("=")[0] in _SEVERAL_HOSTS for word in ours)
-    own, used = _in_our_words(theirs, rest, elsewhere=elsewhere)
+    own, used = _in_our_words(theirs, ours, rest, elsewhere=elsewhere)
     return Translation([*ours, *own, *rest], [name for name in theirs if name not in used], is_other=True)
 
 
@@ -109,16 +109,21 @@ def _sorted_out(
     return ours, theirs, left
 
 
-def _in_our_words(theirs: dict[str, str], rest: Sequence[str], *, elsewhere: bool) -> tuple[list[str], list[str]]:
+def _in_our_words(
+    theirs: dict[str, str], ours: Sequence[str], rest: Sequence[str], *, elsewhere: bool
+) -> tuple[list[str], list[str]]:
     """Our options for those of torchrun's that ask for something, and the names of these."""
     words: list[str] = []
     each = theirs.get("--nproc-per-node", "")
     count = str(os.cpu_count() or 1) if each == "cpu" else "" if each in ("gpu", "auto") else each
     nodes = theirs.get("--nnodes", "1")
+    for name, own in (("--max-restarts", "--restarts"), ("--local-ranks-filter", "--show")):
+        words += [own, theirs[name]] if name in theirs else []
     if not elsewhere and (nodes not in ("1", "1:1") or theirs.get("--node-rank", "0") != "0"):
         most = nodes.rpartition(":")[2]
         hosts = ",".join(f"HOST{number}" for number in range(1, 1 + (int(most) if most.isdecimal() else 2)))
-        line = ["manyhosts", "run", "--hosts", hosts, *(["--workers-per-node", count] if count else []), *rest]
+        line = ["manyhosts", "run", "--hosts", hosts, *(["--workers-per-node", count] if count else [])]
+        line += [*words, *ours, *rest]
         raise ConfigError(
             "torchrun is started on every host, and manyhosts once, by one who can reach them all",
             where=f"--nnodes {nodes}",
@@ -128,10 +133,6 @@ def _in_our_words(theirs: dict[str, str], rest: Sequence[str], *, elsewhere: boo
         words += ["--nodes", nodes]
     if count:
         words += ["--workers-per-node" if elsewhere else "--workers", count]
-    if "--max-restarts" in theirs:
-        words += ["--restarts", theirs["--max-restarts"]]
-    if "--local-ranks-filter" in theirs:
-        words += ["--show", theirs["--local-ranks-filter"]]
     return words, ["--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts", "--local-ranks-filter"]
 
 
@@ -189,7 +190,7 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
             continue
         # What follows an unknown option was read as the script, or as its arguments.
         after = [*ours[place + 1 :], *rest]
-        takes = not sign and bool(after) and not after[0].startswith("-")
+        takes = not sign and bool(after) and not after[0].startswith("-") and not after[0].endswith(".py")
         value = value if sign else after[0] if takes else ""
         if (meant := _meant(name, value)) is None:
             continue
@@ -222,7 +223,8 @@ def _meant(name: str, value: str) -> list[str] | None:
     key, form = _SETTINGS.get(name, (name.removeprefix("--").replace("-", "_"), "{}"))
     if not name.startswith("-") or key not in overrides.known_keys():
         return None
-    return ["--set", f"{key}={form.format(overrides.in_our_words(key, value) or 'VALUE')}"]
+    alone = "true" if dict(overrides.table()).get(key) in ("true", "false") else "VALUE"
+    return ["--set", f"{key}={form.format(overrides.in_our_words(key, value) or alone)}"]
 
 
 def _of_accelerate(path: Path) -> str:
@@ -245,19 +247,22 @@ def see_arguments(script: str, arguments: Sequence[str], kind: scripts.Kind = "s
     typed, verb = context.find_object(list) or [], str(context.info_name)
     if not arguments or (script in typed and "--" in typed[: typed.index(script)]):
         return  # what comes after `--` is the script's, says who types it
-    options = (each for each in context.command.params if isinstance(each, click.Option))
-    ours = {word for option in options for word in option.opts if len(word) > 2} - {"--trace"}
+    options_of = [each for each in context.command.params if isinstance(each, click.Option)]
+    ours = {word for option in options_of for word in option.opts if len(word) > 2} - {"--trace"}
     found = [word for argument in arguments if (word := argument.partition("=")[0]) in ours]
     path = scripts.file_of(script, kind)
     root = Path() if kind == "module" else path.parent
     is_readable = kind != "executable" and path.is_file()
     if found and is_readable and (unread := script_imports.unread(found, ours, path, root)):
-        named = [*(["-m"] if kind == "module" else []), script]
+        place = len(typed) - len(arguments) - 1
+        before = typed[1:place] if typed[place : place + 1] == [script] else []
+        before += ["-m"] if kind == "module" and not {"-m", "--module"} & set(before) else []
+        moved, stay = _parted(arguments, unread, {word for each in options_of if each.is_flag for word in each.opts})
         raise ConfigError(
             f"{unread[0]} comes after {script}, which does not know it; options of `{verb}` belong before it",
             where=shlex.join([script, *arguments]),
-            fix=f"type: {shlex.join(['manyhosts', verb, *arguments, *named])}; if it is for the script: "
-            f"{shlex.join(['manyhosts', verb, '--', *named, *arguments])}",
+            fix=f"type: {shlex.join(['manyhosts', verb, *before, *moved, script, *stay])}; if it is for the script: "
+            f"{shlex.join(['manyhosts', verb, *before, '--', script, *arguments])}",
         )
     text = ""
     if found:
@@ -268,6 +273,19 @@ def see_arguments(script: str, arguments: Sequence[str], kind: scripts.Kind = "s
         text += "before the script, as in --set lr=0.01 (--set help lists them)"
     if text:
         print(f"manyhosts: {text}", file=sys.stderr, flush=True)
+
+
+def _parted(arguments: Sequence[str], names: Collection[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """Of a script's arguments the options with these names, each with its value, and the others."""
+    moved: list[str] = []
+    stay: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        (moved if word.partition("=")[0] in names else stay).append(word)
+        if word in names and word not in flags and left:
+            moved.append(left.pop(0))
+    return moved, stay
 
 
 OPTION_OF = {profile.VARIABLE: "--profile", metrics_port.VARIABLE: "--metrics-port"}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from manyhosts.cli.progress import Progress
 from manyhosts.errors import ConfigError
@@ -65,22 +68,8 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
     and printed.
     """
     path = Path(folder).absolute()
-    for key in ("workers", "batch", "queue", "max_samples"):
-        if words[key] < 1:
-            raise ConfigError(
-                f"{words[key]} is not a number from 1", where=f"--{key.replace('_', '-')}", fix="give one"
-            )
-    is_run = (path / "run.json").exists()
-    if not is_run and not (path / "export.json").exists():
-        raise no_run(
-            path,
-            "this is neither an export nor a run",
-            fix="give a run directory, or a folder that `manyhosts export` has made",
-        )
-    if not is_run and (option := next((key for key in ("follow", "preprocess", "model") if words[key]), None)):
-        raise ConfigError(f"--{option} is for a run, and this is an export", where=f"--{option}", fix="serve the run")
-    if not is_run and words["workers"] > 1:
-        raise ConfigError("an export is not cut over workers", where="--workers", fix="serve the run")
+    _check_numbers(words)
+    _check_what(path, words)
     if dry_run:
         print(f"would serve {path} on {words['host']} port {words['port']}")
         return 0
@@ -141,6 +130,52 @@ def serve(folder: str, dry_run: bool, trace: bool, **words: Any) -> int:
     with contextlib.closing(progress):
         served(options, announce)
     return 0
+
+
+_FROM = {
+    **dict.fromkeys(("workers", "batch", "queue", "max_samples"), "1"),
+    **dict.fromkeys(("batch_wait", "grace", "threads"), "0"),
+    **dict.fromkeys(("max_body", "body_timeout", "timeout", "keep_share", "keep_mb"), "above 0"),
+}
+"""What each number is at least."""
+
+
+def _check_numbers(words: Mapping[str, Any]) -> None:
+    """See that each number is one that it can be.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for key, least in _FROM.items():
+        value, bound = words[key], float(least.removeprefix("above "))
+        if not bound <= value < math.inf or (value == bound and least.startswith("above")):
+            option = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{option} is {value}", where=option, fix=f"give a number from {least} on")
+
+
+def _check_what(path: Path, words: Mapping[str, Any]) -> None:
+    """See that `path` is a run or an export, and that what is asked goes with it.
+
+    Raises:
+        ConfigError: it is neither, or it does not.
+    """
+    source = click.get_current_context().get_parameter_source
+    typed = [key for key in words if source(key) is ParameterSource.COMMANDLINE]
+    if not words["keep"] and (idle := [key for key in ("keep_share", "keep_mb") if key in typed]):
+        option = f"--{idle[0].replace('_', '-')}"
+        what = f"{option} says how much is kept, and nothing is"
+        raise ConfigError(what, where=option, fix="give --keep FOLDER, too")
+    if (path / "run.json").exists():
+        return
+    if not (path / "export.json").exists():
+        fix = "give a run directory, or a folder that `manyhosts export` has made"
+        raise no_run(path, "this is neither an export nor a run", fix=fix)
+    for key in ("follow", "preprocess", "model", "snapshot"):
+        if key in typed:
+            what = f"--{key} is for a run, and this is an export, of one model and one snapshot"
+            raise ConfigError(what, where=f"--{key}", fix="leave it out, or serve the run")
+    if words["workers"] > 1:
+        raise ConfigError("an export is not cut over workers", where="--workers", fix="serve the run")
 
 
 def _token(is_free: bool) -> tuple[str, bool]:

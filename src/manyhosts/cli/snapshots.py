@@ -78,7 +78,8 @@ def show(folder: str, name: str, as_json: bool, trace: bool) -> int:
     """Say what is in SNAPSHOT: a name, a step, or `best`; the newest complete one if none is named."""
     with _reached(folder) as location:
         chosen = condition.look_at_one(location, name)
-    print(chosen.manifest.to_text() if as_json and chosen.manifest else condition.describe(chosen))
+    text = condition.describe(chosen)  # which refuses one that is damaged
+    print(chosen.manifest.to_text() if as_json and chosen.manifest else text)
     return 0
 
 

@@ -151,6 +151,9 @@ def _sizes(words: dict[str, Any], hosts: Sequence[str]) -> tuple[tuple[int, ...]
             where="--workers",
             fix="give --nodes, and --workers-per-node as well",
         )
+    if words["workers"] is not None and words["workers_per_node"] is not None:
+        what = "--workers counts workers on this machine, and --workers-per-node those of each host"
+        raise ConfigError(what, where="--workers-per-node", fix="leave it out, or give --nodes in place of --workers")
     if words["workers"] is not None:
         return tuple(sorted(numbers(words["workers"], "--workers"))), ()
     if words["nodes"] is None and hosts:

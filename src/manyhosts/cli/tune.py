@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import click
 
 from manyhosts.cli.progress import Progress
 from manyhosts.cli.run_options import see_arguments
-from manyhosts.cli.where import hosts_of, is_here, place_options, said_again, variables_of
+from manyhosts.cli.where import hosts_of, is_here, pairs, place_options, said_again, table_of, variables_of
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import scripts
@@ -37,7 +38,7 @@ _PROGRAM = (sys.executable, "-m", "manyhosts.cli.main")
     help="What to try: lr=log:1e-4:1e-1, batch_size=32,64, --width=int:32:512.  [default: lr=auto, by a range test]",
 )
 @click.option("--metric", default="loss:min", show_default=True, metavar="NAME:max|min", help="Of the validations.")
-@click.option("--budget", metavar="LIMITS", help='Time, workers\' time, money: "2h", "3 worker-hours", "2h or $5".')
+@click.option("--budget", metavar="LIMITS", help="Time, workers' time, money: '2h', '3 worker-hours', '2h or $5'.")
 @click.option("--trials", type=int, metavar="N", help="At most so many trials.")
 @click.option("--price", metavar="PRICE", help="0.53/worker-hour, 0.53/host-hour or CATALOG.toml:NAME, as for `plan`.")
 @click.option("--warn", metavar="COMMAND|URL", help="Also notified when 50, 80, 95 % of the budget are spent.")
@@ -106,7 +107,10 @@ def _print(tuner: Tuner) -> None:
     print(f"ended: {tuner.reason}; spent: {in_words(tuner.spent())}")
     if (best := found["best"]) is not None:
         print(f"best: {tuner.asked.metric} {best['value']:.4g}, trial {best['number']} of {len(found['trials'])}")
-        print(f"  its run: {best['run_dir']}\n  run it again: {best['command']}")
+        ends = "" if best["status"] == "completed" else f" ({best['status']} before its end, to which this trains)"
+        print(f"  its run: {best['run_dir']}\n  run it again: {best['command']}{ends}")
+    else:
+        print(f"no trial has a result: {tuner.folder / 'trials'} has what each has printed")
     print(f"search: {tuner.folder}")
 
 
@@ -136,8 +140,8 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     if words["sampler"] == "grid":
         points = math.prod(len(each.grid()) for each in parameters)
         trials = points if trials is None and words["budget"] is None else trials
-    hosts, _ = hosts_of(words)
-    slots, each, here = _slots(words, hosts)
+    hosts, each_of = hosts_of(words)
+    slots, each, here = _slots({**words, "workers_per_node": each_of}, hosts)
     workers = each * (words["nodes"] or 1)
     price = budget.price_of(words["price"], each)
     return Asked(
@@ -146,16 +150,18 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         parameters=parameters,
         metric=metric,
         maximise=maximise,
-        budget=budget.Budget.parse(words["budget"], trials, priced=price is not None),
+        budget=budget.Budget.parse(words["budget"], trials, priced=bool(price)),
         price_s=price,
         sampler=words["sampler"],
         pruner=words["pruner"],
         seed=words["seed"],
+        environment=tuple(words["env"]),
         settings=settings,
         slots=slots,
         workers=workers,
         is_here=here,
-        waits_in_queue=bool(words["target"]) and bool(LAUNCHERS.load(words["target"]).CHOOSES_HOSTS),
+        waits_in_queue=bool(target := str(words["target"] or table_of(words).get("on", "")))
+        and bool(LAUNCHERS.load(target).CHOOSES_HOSTS),
         storage=words["storage"],
         name=words["name"] or f"tune-{Path(script).stem}",
         warn=words["warn"],
@@ -180,16 +186,18 @@ def _slots(words: dict[str, Any], hosts: tuple[str, ...]) -> tuple[tuple[Slot, .
     if words["workers"] is not None:
         fix = "give --workers-per-node, and --nodes as well"
         raise ConfigError("--workers counts workers on this machine, and hosts are named", where="--workers", fix=fix)
-    more = (*more, *(() if each is None else ("--workers-per-node", str(each))))
+    gpus = pairs(words["options"], "-o").get("gpus", "")
+    each = int(each or table_of(words).get("workers-per-node") or (gpus if gpus.isdecimal() else 1))
+    more = (*more, "--workers-per-node", str(each))  # what is counted is what is started
     if not hosts:
-        return tuple(Slot(words=(*more, "--nodes", str(nodes))) for _ in range(at_once or 1)), each or 1, False
+        return tuple(Slot(words=(*more, "--nodes", str(nodes))) for _ in range(at_once or 1)), each, False
     most = len(hosts) // nodes
     if not most or (at_once or 1) > most:
         needs = (at_once or 1) * nodes
         what = f"{at_once or 1} trials at once on {nodes} hosts each need {needs}, and {len(hosts)} are named"
         raise ConfigError(what, where="--hosts", fix="name more hosts, or give a smaller --at-once or --nodes")
     groups = [hosts[place * nodes : (place + 1) * nodes] for place in range(at_once or most)]
-    return tuple(Slot(words=(*more, "--hosts", ",".join(group))) for group in groups), each or 1, False
+    return tuple(Slot(words=(*more, "--hosts", ",".join(group))) for group in groups), each, False
 
 
 def _share(present: Any, place: int, workers: int, at_once: int, cores: int) -> dict[str, str]:
@@ -228,5 +236,6 @@ def _show(asked: Asked) -> int:
     print(f"budget: {asked.budget.text}")
     chosen = {each.name: f"<{each.name.lstrip('-')}>" for each in asked.parameters}
     for slot in asked.slots:
-        print(shlex.join(["manyhosts", *asked.command(slot, chosen)]).replace("'", ""))
+        line = shlex.join(["manyhosts", *asked.command(slot, chosen)])
+        print(re.sub(r"'([^' ]*<[^' ]*>)'", r"\1", line))
     return 0

@@ -72,7 +72,7 @@ class Where:
         if self.nodes is None:
             return None, None
         least, colon, most = self.nodes.rpartition(":")
-        if not most.isdigit() or (colon and not least.isdigit()):
+        if not most.isdecimal() or (colon and not least.isdecimal()):
             raise ConfigError(f"--nodes is {self.nodes}", where="--nodes", fix="give a number, or MIN:MAX")
         return int(least) if colon else None, int(most)
 
@@ -113,6 +113,11 @@ def variables_of(words: Sequence[str]) -> dict[str, str]:
     return given
 
 
+def table_of(words: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table that `--cluster` names; empty where it names none."""
+    return {} if words["cluster"] is None else clusters.read(words["cluster"], Path.cwd())[1]
+
+
 def hosts_of(words: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
     """The hosts that are named here or in the cluster's table, and how many workers each is to have.
 
@@ -120,8 +125,8 @@ def hosts_of(words: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
         ConfigError: they are named twice, or are to have different numbers of workers.
     """
     named = {"hosts": words["hosts"], "hostfile": words["hostfile"]}
-    if words["cluster"] is not None and not any(named.values()):
-        _, table = clusters.read(words["cluster"], Path.cwd())
+    table = table_of(words)
+    if table and not any(named.values()):
         hosts = table.get("hosts")
         named = {"hosts": ",".join(hosts) if isinstance(hosts, list) else hosts, "hostfile": table.get("hostfile")}
     hosts, slots = Where(target=words["target"], nodes=None, options=(), **named).named()

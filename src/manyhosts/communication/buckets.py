@@ -266,7 +266,7 @@ class GradientBuckets(Buckets):
                     lacking.append((parameter, view))
                     one = bucket.used[number] > 0
                     # What a compression kept of earlier steps may arrive in a step that does not use the parameter.
-                    used.append(one | view.any() if self.compressing else one)
+                    used.append(one | view.any() if self.compressing and parameter.requires_grad else one)
         if not lacking:
             return
         for (parameter, view), one in zip(lacking, torch.stack(used).tolist(), strict=True):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.table import nearest
 
 P = ParamSpec("P")
@@ -180,7 +180,8 @@ def answers(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a method answer arguments that it does not know, or lacks, with a sentence, before Python does.
 
-    `more`: names that its `**` takes.
+    What it raises has the words of the object that it is called of, where that has a method `rename`. `more`: names
+    that its `**` takes.
     """
 
     def around(method: Callable[P, R]) -> Callable[P, R]:
@@ -188,8 +189,13 @@ def answers(
 
         @functools.wraps(method)
         def checked(*given: P.args, **named: P.kwargs) -> R:
-            check_by_name(method, who, elsewhere, given[1:], named, more)
-            return method(*given, **named)
+            try:
+                check_by_name(method, who, elsewhere, given[1:], named, more)
+                return method(*given, **named)
+            except ManyhostsError as error:
+                if given and hasattr(given[0], "rename"):
+                    given[0].rename(error)
+                raise
 
         return checked
 

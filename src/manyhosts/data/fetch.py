@@ -134,8 +134,12 @@ def tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[torch.Tensor], torch.Ten
         return dataset.tensors, None
     if type(dataset) is Subset and (inner := tensors_of(dataset.dataset)) is not None:
         tensors, rows = inner
-        chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
-        return tensors, chosen if rows is None else rows[chosen]
+        chosen, length = torch.as_tensor(dataset.indices, dtype=torch.int64), len(dataset.dataset)  # type: ignore[arg-type]
+        if len(chosen) and not -length <= int(chosen.min()) <= int(chosen.max()) < length:
+            return None  # which says where it is read
+        if rows is not None:
+            return tensors, rows[chosen]
+        return tensors, torch.where(chosen < 0, chosen + len(tensors[0]), chosen)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,7 +33,9 @@ class Pass:
         if state is not None and "dataset" in state and hasattr(dataset, "load_state_dict"):
             dataset.load_state_dict(state["dataset"])
             self.read = int(state["read"])
-        self.samples = iter(dataset)
+        with randomness.kept():
+            randomness.seed_all(seed, randomness.PASS, epoch, first)  # what `__iter__` draws: an order, say
+            self.samples = iter(dataset)
 
     def skip_to(self, read: int) -> bool:
         """Go to where `read` samples have been read. Whether there are so many."""
@@ -59,5 +62,5 @@ class Pass:
         """What it takes to continue after the samples taken so far."""
         state: dict[str, Any] = {"read": self.read}
         if hasattr(self.dataset, "state_dict"):
-            state["dataset"] = self.dataset.state_dict()
+            state["dataset"] = copy.deepcopy(self.dataset.state_dict())  # it may change as more is read
         return state

@@ -66,7 +66,7 @@ class Order:
         self.repeats = weights is not None or own is not None
         """Whether a sample may come more than once in an epoch."""
         self.length = length
-        self.batch = batch
+        self.batch, self.drop_last = batch, drop_last
         self.seed = seed
         self.shuffle = shuffle
         self.used = length // batch * batch if drop_last else length

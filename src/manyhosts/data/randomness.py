@@ -21,7 +21,7 @@ import torch
 
 from manyhosts import device
 
-SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE, AUDIT, OWN_STEP, CALLBACK, ORDER = range(10)
+SAMPLE, COMPUTE, MODEL, EVALUATION, COLLATE, UPDATE, AUDIT, OWN_STEP, CALLBACK, ORDER, PASS = range(11)
 """What a random number is for: the first part of its address, so that no two purposes share a stream."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
@@ -59,19 +60,32 @@ class Order(Sampler[list[int]]):
         self.rank, self.size = place.rank if rank is None else rank, place.size if size is None else size
         self.length, self.seed = length, seed
         self._order = order.Order(length, batch=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-        smallest = batch_size if drop_last or length % batch_size == 0 else length % batch_size
-        if min(smallest, length) < self.size or not self._order.steps_per_epoch:
-            raise ConfigError(
-                f"a batch of an epoch has {min(smallest, length)} samples, and there are {self.size} workers, each of "
-                "which needs one",
-                where="mh.Order(batch_size=…)",
-                fix="set drop_last=True, or another batch_size; mh.Trainer and mh.Run train with such batches, too",
-            )
+        self._check_batches(length)
         self.position = Position()
         self._read: Position | None = None
         """From where an epoch was read to its end last."""
+        self._handed: Position | None = None
+        """How far samples were handed out."""
         self.before_first: Callable[[], None] | None = None
         """Called once, when the first samples are asked for. A loader has drawn a seed of its own by then."""
+        self.at_start: Callable[[], None] = lambda: None
+        """Called whenever an epoch begins to be read."""
+
+    def _check_batches(self, samples: int) -> None:
+        """See that each batch of so many samples that are left of an epoch has one for each worker.
+
+        Raises:
+            ConfigError: one has not.
+        """
+        rest = samples % self._order.batch
+        smallest = min(samples, self._order.batch if self._order.drop_last or not rest else rest)
+        if smallest < self.size or not self._order.steps_per_epoch:
+            raise ConfigError(
+                f"a batch of an epoch has {smallest} samples, and there are {self.size} workers, each of which needs "
+                "one",
+                where="mh.Order(batch_size=…)",
+                fix="set drop_last=True, or another batch_size; mh.Trainer and mh.Run train with such batches, too",
+            )
 
     @property
     def epoch(self) -> int:
@@ -88,7 +102,17 @@ class Order(Sampler[list[int]]):
         return (end - begin) * self.size / count
 
     def advance(self) -> None:
-        """A step is done."""
+        """A step is done.
+
+        Raises:
+            ConfigError: its samples were not read.
+        """
+        if self.position == self._handed:
+            raise ConfigError(
+                f"a step is counted after sample {self.position.sample} of epoch {self.epoch}, and no more was read",
+                where="mh.Order",
+                fix="count each step once: by saver.after_step() of one mh.Saver, or by order.advance()",
+            )
         self.position = self._order.after(self.position)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -99,6 +123,13 @@ class Order(Sampler[list[int]]):
                 where="mh.Order",
                 fix="call order.advance() after each step, or saver.after_step() of an mh.Saver that has the order",
             )
+        if self.rank == 0 and self._read is not None and self._read.epoch == self.epoch:
+            left = f"{self.position.sample} of {self._order.used}"
+            sys.stderr.write(
+                f"manyhosts: epoch {self.epoch} was read to its end, and steps of {left} samples were counted: what "
+                "comes now is the rest from there; count a step for each batch, also for those that only accumulate\n"
+            )
+        self.at_start()
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
@@ -106,8 +137,10 @@ class Order(Sampler[list[int]]):
         while position.epoch == epoch:
             samples = self._order.at(position)
             begin, end = bounds(len(samples), self.size, self.rank)
+            following = self._order.after(position)
+            self._handed = following
             yield samples[begin:end].tolist()
-            position = self._order.after(position)
+            position = following
         self._read = begun
 
     def __len__(self) -> int:
@@ -122,6 +155,7 @@ class Order(Sampler[list[int]]):
             "length": self.length,
             "seed": self.seed,
             "shuffle": self._order.shuffle,
+            "drop_last": self._order.drop_last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,13 +165,14 @@ class Order(Sampler[list[int]]):
             ConfigError: it is the place in another order.
         """
         own = self.state_dict()
-        for key in ("length", "seed", "shuffle"):
-            if state[key] != own[key]:
+        for key in ("length", "seed", "shuffle", "drop_last"):
+            if state.get(key, own[key]) != own[key]:
                 raise ConfigError(
                     f"the order had {key} {state[key]}, and now it has {own[key]}: an epoch would repeat some samples "
                     "and leave others out",
                     where="mh.Order",
                     fix=f"give {key}={state[key]}, or begin in another folder",
                 )
-        self._read = None
+        self._read = self._handed = None
         self.position = self._order.begin(Position(state["epoch"], state["sample"]))
+        self._check_batches(self.length - self.position.sample)

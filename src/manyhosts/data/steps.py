@@ -86,6 +86,8 @@ class Step:
     """In how many its epoch is read; 0 where it is not."""
     first_samples: Sequence[float] = ()
     """Of the first step of a stream that every worker reads entirely: what distinguishes its samples."""
+    said: str = ""
+    """What is to be said of how it was read."""
     audits: Sequence[LoadedAudit] = ()
     """The same ones on every worker."""
     assignment: Sequence[range] = ()

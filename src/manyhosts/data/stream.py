@@ -21,7 +21,7 @@ from manyhosts import refusals
 from manyhosts.data import loader_process, randomness
 from manyhosts.data.cut import Cuts
 from manyhosts.data.fetch import Collate, collated
-from manyhosts.data.first_samples import numbers_of
+from manyhosts.data.first_samples import are_alike, numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, Position
 from manyhosts.data.steps import Failed, LoadedAudit, LoadedPiece, PiecePlan, Step, Steps, plan_audits, plan_pieces
@@ -106,8 +106,25 @@ class Stream:
         `look`: at the samples of the first one, so that they can be compared with those of other workers.
         """
         source = Pass(self.dataset, seed=self.seed, epoch=position.epoch, state=state)
-        source.skip_to(int(state.get("read", position.sample)))
+        asked = int(state.get("read", position.sample))
+        is_long = source.skip_to(asked)
         begin, samples = source.read, source.take(self.batch)
+        if not is_long or (asked and not samples):
+            raise DataError(
+                f"the {self.name} stream ends after {source.read} samples, and when {asked} had been read of it there "
+                "were more",
+                where=type(self.dataset).__name__,
+                fix="let it give the same samples each time that an epoch is read, and load_state_dict go where it was",
+            )
+        said = (
+            ""
+            if are_alike(numbers_of(samples[:1]), state.get("next") or numbers_of(samples[:1]))
+            else (
+                f"the {self.name} stream does not continue where it was: after {asked} samples another one comes than "
+                "before; an epoch that is resumed repeats some and leaves others out, unless __iter__, state_dict and "
+                "load_state_dict lead to the same samples"
+            )
+        )
         while samples and not (self.drop_last and len(samples) < self.batch):
             left_at = source.state()
             following = source.take(self.batch)
@@ -119,7 +136,7 @@ class Stream:
             audits = [
                 LoadedAudit(audit, self._loaded(plans, samples, at)) for audit, plans in plan_audits(rows, cut, at)
             ]
-            kept = {} if ends else left_at
+            kept = {} if ends else {**left_at, "next": numbers_of(following[:1])}
             seen = numbers_of(samples) if look else ()
             yield Step(
                 position.epoch,
@@ -130,10 +147,11 @@ class Stream:
                 rows + begin,
                 kept,
                 first_samples=seen,
+                said=said,
                 audits=audits,
                 assignment=cut.assignment,
             )
-            look = False
+            look, said = False, ""
             begin, samples = begin + len(samples), following
 
     def _loaded(self, plans: list[PiecePlan], samples: list[Any], at: Position) -> list[LoadedPiece]:

@@ -272,4 +272,6 @@ def apply(request: Request, folder: Path, follows: list[str], client: Any = None
     if shutil.which(words[0]) is None:
         raise LaunchError(f"{words[0]} is not installed here", where="--apply", fix=f"in {folder}: {follows[0]}")
     if subprocess.run(words, cwd=folder).returncode:
-        raise LaunchError(f"{words[0]} failed", where=str(folder), fix=f"see the lines above; again: {follows[0]}")
+        raise LaunchError(
+            f"{words[0]} failed", where=str(folder), fix=f"see the lines above; again: cd {folder} && {follows[0]}"
+        )

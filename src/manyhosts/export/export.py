@@ -6,6 +6,8 @@ import importlib
 import inspect
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +21,9 @@ from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_l
 from manyhosts.export.description import FORMATS, PRECISIONS, Description, Preprocessing, TensorSpec
 from manyhosts.export.formats import BY_NAME, answers_of
 from manyhosts.export.model_call import ModelCall
+from manyhosts.records import metrics
 from manyhosts.records.chosen_run import run_directory
-from manyhosts.records.summary import Summary
+from manyhosts.training.loss_weights.weighing import targets_of
 from manyhosts.training.trained_script import TrainedRun, open_run
 
 
@@ -77,7 +80,14 @@ def export(request: Request, report: Callable[[str], None] = lambda _: None) -> 
             writes(half, call, request.precision)
             report(f"comparing with the trained model on {sum(len(row[0]) for row in batches)} samples")
             found = reads(half, call, batches, request.precision)
-            verified = compare(wanted, found, call.outputs, precision=request.precision, where=str(run.snapshot))
+            verified = compare(
+                wanted,
+                found,
+                call.outputs,
+                precision=request.precision,
+                where=str(run.snapshot),
+                numbers=_predicts_numbers(call),
+            )
             described = replace(
                 described,
                 verified=verified,
@@ -108,7 +118,6 @@ def describe(
     run: TrainedRun, call: ModelCall, answers: Sequence[tuple[Tensor, ...]], batches: Sequence[tuple[Tensor, ...]]
 ) -> Description:
     """What is known of the model before it is written. Its `format` is `run`: it is served out of its run directory."""
-    summary = Summary.read(run.directory.summary) if run.directory.summary.exists() else None
     settings = {key: value for key, value in run.record.settings.items() if value is not None}
     return Description(
         format="run",
@@ -137,8 +146,18 @@ def describe(
             "inputs": _moments(call.inputs, _training_inputs(call) or batches),
             "outputs": _moments(call.outputs, answers),
         },
-        metrics={} if summary is None else {"validation": dict(summary.validation), "test": dict(summary.test)},
+        metrics=_metrics_of(run),
     )
+
+
+def _metrics_of(run: TrainedRun) -> dict[str, dict[str, float]]:
+    """What validations and tests have found of the weights of this step; nothing of others."""
+    found: dict[str, dict[str, float]] = {}
+    for line in metrics.stream(run.directory.metrics):
+        step = line.get("weights_step" if line["event"] == "test" else "step", -1)
+        if line["event"] in ("validation", "test") and step == run.facts.step:
+            found[line["event"]] = dict(line["values"])
+    return found
 
 
 def _training_inputs(call: ModelCall) -> list[tuple[Tensor, ...]]:
@@ -184,13 +203,31 @@ def _preprocessing(word: str, run: TrainedRun, folder: Path) -> Preprocessing:
         text = source.read_text()
         if "__main__" not in text:
             raise ConfigError(
-                f"{function.__name__} is in a script that trains as soon as it is imported",
+                f"{word} is in a script that trains as soon as it is imported",
                 where="--preprocess",
-                fix=f"move it into a file next to the script and name it as module:{function.__name__}, or train below "
+                fix=f"move it into a file next to the script and name it as module:{word}, or train below "
                 'if __name__ == "__main__":',
             )
+    name = getattr(function, "__name__", "")
     shutil.copy(source, folder / "preprocess.py")
-    return Preprocessing(file="preprocess.py", function=function.__name__)
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE, name], cwd=folder, capture_output=True, text=True, env=_without_paths()
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise ConfigError(
+            f"{source.name} cannot be loaded away from its folder, as a server does: {why}",
+            where=f"--preprocess {word}",
+            fix="name a function with a name of its own, in a file that imports installed packages alone",
+        )
+    return Preprocessing(file="preprocess.py", function=name)
+
+
+_ALONE = 'import runpy, sys; runpy.run_path("preprocess.py", run_name="manyhosts_preprocess")[sys.argv[1]]'
+
+
+def _without_paths() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def _put_in_place(half: Path, folder: Path) -> None:
@@ -277,8 +314,9 @@ def compare(
     *,
     precision: str,
     where: str,
+    numbers: bool = False,
 ) -> dict[str, Any]:
-    """Compare answers batch by batch. Returns what was seen.
+    """Compare answers batch by batch. Returns what was seen. `numbers`: they are no scores of classes.
 
     Raises:
         NotTheSame: they differ by more than `precision` allows.
@@ -288,7 +326,7 @@ def compare(
         for spec, one, other in zip(outputs, rows, others, strict=True):
             place = f"{spec.name}, batch of {len(one)}"
             gap = _gap(one, other, place, where)
-            dim = _scores(one, spec)
+            dim = None if numbers else _scores(one, spec)
             if precision != "int8" or dim is None:
                 allowed = TOLERANCE.get(precision, _INT8_NUMBERS)
                 if gap > allowed:
@@ -303,6 +341,12 @@ def compare(
     if share < SAME_ANSWERS:
         raise _wrong(f"the same first answer in {share:.1%} of {len(same)} cases, and 99 % are wanted", "int8", where)
     return reported | {"same_first_answers": share}
+
+
+def _predicts_numbers(call: ModelCall) -> bool:
+    """Whether the targets are numbers, so that the highest of several outputs says nothing."""
+    targets = targets_of(call.samples(2))
+    return targets is not None and targets.is_floating_point()
 
 
 def _gap(one: Tensor, other: Tensor, place: str, where: str) -> float:

@@ -112,13 +112,18 @@ class ModelCall:
                   zip(self._is_input, self._constants, strict=True)]  # fmt: skip
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def samples(self, size: int, first: int = 0, of: Dataset[Any] | None = None) -> Any:
-        """A batch of so many real samples, on the model's device; a set that has fewer gives some again."""
+    def samples(self, size: int, first: int = 0, of: Dataset[Any] | None = None, *, spread: bool = False) -> Any:
+        """A batch of so many real samples, on the model's device; a set that has fewer gives some again.
+
+        `spread`: over all of the set, where samples have numbers.
+        """
         dataset, collate = of or self.dataset, self.run.data.collate
         if isinstance(dataset, IterableDataset):
             batch = (collate or default_collate)(list(islice(iter(dataset), first, first + size)))
         else:
-            indices = np.arange(first, first + size, dtype=np.int64) % len(cast(Sized, dataset))
+            length = len(cast(Sized, dataset))
+            indices = np.arange(first, first + size, dtype=np.int64) % length
+            indices = np.linspace(0, length - 1, size).astype(np.int64) if spread else indices
             batch = Fetcher(dataset, seed=self.run.settings.seed, name=self.set_name, collate=collate)(0, indices)
         device = self.run.trainer.world.device
         return mapped(batch, lambda tensor: tensor.to(device))
@@ -134,8 +139,8 @@ class ModelCall:
             yield self.tensors(BATCHES[-1], first)
 
     def of_training(self, size: int) -> tuple[Tensor, ...]:
-        """The inputs of so many samples of the training set."""
-        return self._tensors(self.samples(size, of=self.run.data.train))
+        """The inputs of so many samples, from the first to the last of the training set."""
+        return self._tensors(self.samples(size, of=self.run.data.train, spread=True))
 
     def tensors(self, size: int, first: int = 0) -> tuple[Tensor, ...]:
         """The inputs of so many real samples."""

@@ -94,6 +94,9 @@ class Background:
         if _is_held(run_dir / "detached"):
             reason = f"process {state['process']} on {state['machine']}"
             return Status(state="running", reason=reason, hosts=hosts, log=log)
+        if (owner := run_lock.owner_of(run_dir)) is not None and run_lock.goes_on(run_dir):
+            reason = f"begun again in a terminal: process {owner.process} on {owner.host}"
+            return Status(state="running", reason=reason, hosts=hosts, log=str(run_dir / "logs"))
         state = read_json(run_dir / "detached" / "state.json")  # it may have ended between the two looks
         if state["state"] == "running":
             reason = "its process has gone without a word: it was killed, or this machine was switched off"
@@ -120,6 +123,9 @@ class Background:
         run_dir, state = _found(self._target, name)
         patience_s = job_file.load(run_dir / "detached" / "job.json").farewell_s + _LONGER_S
         deadline = time.monotonic() + patience_s
+        if not _is_held(run_dir / "detached") and run_lock.goes_on(run_dir):
+            what = "this job has ended, and its run was begun again in a terminal"
+            raise ConfigError(what, where=name, fix=f"name the directory: manyhosts cancel {run_dir}")
         if _is_held(run_dir / "detached"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state["process"], signal.SIGTERM)

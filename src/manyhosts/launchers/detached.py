@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -207,16 +208,27 @@ def tail(read: Callable[[], str], over: Callable[[], bool], wait: Callable[[floa
 
 def growing(path: Path) -> Callable[[], str]:
     """What reads on in a file that may not be there yet: each call returns what has come since the last."""
-    read, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
+    read, known, decoder = 0, 0, codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def more() -> str:
-        nonlocal read
+        nonlocal read, known
         if not path.exists():
             return ""
         with path.open("rb") as file:
+            chunk, now = b"", os.fstat(file.fileno()).st_ino
+            if now != known:  # the first look, or the file was full, and another took its place
+                chunk, read, known = _put_aside(path, known, read), 0, now
             file.seek(read)
-            chunk = file.read()
-        read += len(chunk)
-        return decoder.decode(chunk)
+            new = file.read()
+        read += len(new)
+        return decoder.decode(chunk + new)
 
     return more
+
+
+def _put_aside(path: Path, known: int, read: int) -> bytes:
+    """What is yet to be read of the log before this one: see `control.agent.log`."""
+    with contextlib.suppress(FileNotFoundError), Path(f"{path}.1").open("rb") as file:
+        file.seek(read if os.fstat(file.fileno()).st_ino == known else 0)
+        return file.read()
+    return b""

@@ -134,6 +134,16 @@ def keep_failure(run_dir: Path, what: str) -> None:
         (logs / f"{socket.gethostname()}-0-error-0.json").write_text(json.dumps({"message": {"message": what}}))
 
 
+def ended_detached(run_dir: Path) -> tuple[str, str]:
+    """How a run in the background ended, and why, as its head has left it; nothing where none is known to have."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left = parsed((run_dir / "detached" / "state.json").read_bytes())
+        known = {"failed": "failed", "cancelled": "interrupted"}
+        if handle_of(run_dir) and left["state"] in known:
+            return known[left["state"]], str(left["reason"])
+    return "", ""
+
+
 def failed_early(run_dir: Path) -> str:
     """How a script failed that had not begun to train, by what its workers left next to their logs; else empty."""
     for left in sorted(RunDirectory(run_dir).logs.glob("*-error-*.json")):
@@ -170,7 +180,10 @@ def _newest() -> Path:
 
 def _is_run(path: Path) -> bool:
     names = ("run.json", "metrics.jsonl", run_lock.NAME, str(_HANDLE), "summary.json", "logs")
-    return path.is_dir() and any((path / name).exists() for name in names)
+    try:
+        return path.is_dir() and any((path / name).exists() for name in names)
+    except PermissionError:  # another user's
+        return False
 
 
 def _begun(path: Path) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import sys
 import tarfile
 from pathlib import Path
 
@@ -25,7 +26,10 @@ def pack(folder: Path, *, leave_out: Path, needed: str = "") -> bytes:
             gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as squeezed,
             tarfile.open(fileobj=squeezed, mode="w") as archive,
         ):
-            for path in Files.to_bring(folder, leave_out=[leave_out], needed=needed).paths:
+            files = Files.to_bring(folder, leave_out=[leave_out], needed=needed)
+            for note in files.notes():
+                sys.stderr.write(f"manyhosts: {note}\n")
+            for path in files.paths:
                 archive.add(folder / path, arcname=path, recursive=False)
     except OSError as cause:
         raise ConfigError(

@@ -229,7 +229,8 @@ def _is_of(record: Mapping[str, Any], run_dir: Path, program: str, kind: Kind) -
 
 def _newest_without_record(runs: Path, program: str) -> tuple[float, Path] | None:
     """When a run of `program` was started last of which only the directory is here, and the directory."""
-    paths = [path for path in runs.glob("*") if path.is_dir() and not (path / "run.json").exists()]
+    paths = [path for path in runs.glob("*") if os.access(path, os.X_OK) and path.is_dir()]
+    paths = [path for path in paths if not (path / "run.json").exists()]
     started = [(begin, path) for path in paths if (begin := _started(path, program)) is not None]
     return max(started, default=None)
 

@@ -53,6 +53,8 @@ class Logger:
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
+        self.status = ""
+        """How the run has ended; empty until then."""
         self._written_at = time.monotonic()
 
     def __call__(self, event: Event) -> None:
@@ -60,6 +62,8 @@ class Logger:
         if isinstance(event, RunStarted) or (isinstance(event, Recovered) and event.rewound):
             self.write_rest()
             self.begin_at(event.step)
+        if isinstance(event, RunEnded):
+            self.status = event.status
         if (row := row_of(event)) is not None:
             self._rows.append(row)
         is_due = time.monotonic() - self._written_at >= self.every_s

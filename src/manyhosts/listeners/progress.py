@@ -194,7 +194,7 @@ class ShowProgress:
         if start.total_steps and last.step > first.step:
             left.append((start.total_steps - last.step) * (last.time - first.time) / (last.step - first.step))
         if self._seconds is not None:
-            left.append(max(0.0, start.time + self._seconds - last.time))
+            left.append(max(0.0, start.time - start.seconds_done + self._seconds - last.time))
         return min(left, default=None)
 
     def _fraction(self, last: StepDone, left: float | None) -> float | None:
@@ -202,5 +202,5 @@ class ShowProgress:
         by_steps = last.step / total if total else None
         if self._seconds is None or self._start is None or left is None:
             return by_steps
-        spent = last.time - self._start.time
+        spent = last.time - self._start.time + self._start.seconds_done
         return max(spent / (spent + left) if spent + left > 0 else 0.0, by_steps or 0.0)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from manyhosts.errors import ConfigError
 from manyhosts.listeners.loggers import Logger, Row
 
+_WELL = ("completed", "stopped early")
 _MOST = 1000
 """Values that MLflow takes in one call."""
 
@@ -52,7 +53,7 @@ class WandbLogger(Logger):
         """Write what is left, and end the run."""
         super().close()
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=0 if self.status in _WELL else 1)
             self._run = None
 
     def _begin(self) -> Any:
@@ -90,6 +91,11 @@ class MLflowLogger(Logger):
         self.experiment, self.name, self.uri = experiment, name, uri
         self._client: Any = None
         self._run_id = ""
+        self._begins_at = 0
+
+    def begin_at(self, step: int) -> None:
+        """A run that begins is one of its own; one that is resumed continues under its name."""
+        self._begins_at = step
 
     def write(self, rows: Sequence[Row]) -> None:
         """Log `rows`."""
@@ -108,7 +114,8 @@ class MLflowLogger(Logger):
         """Write what is left, and end the run."""
         super().close()
         if self._client is not None:
-            self._client.set_terminated(self._run_id)
+            ended = "FINISHED" if self.status in _WELL else "KILLED" if self.status == "interrupted" else "FAILED"
+            self._client.set_terminated(self._run_id, status=ended)
             self._client = None
 
     def _begin(self) -> None:
@@ -116,7 +123,8 @@ class MLflowLogger(Logger):
         found = client.get_experiment_by_name(self.experiment)
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
         named = f"attributes.run_name = '{self.name}'"
-        earlier = client.search_runs([experiment], named, max_results=1) if self.name else []
+        is_new = self._begins_at == 0  # another run may have had the name
+        earlier = client.search_runs([experiment], named, max_results=1) if self.name and not is_new else []
         run = earlier[0] if earlier else client.create_run(experiment, run_name=self.name)
         self._run_id, self._client = run.info.run_id, client
         client.update_run(self._run_id, status="RUNNING")

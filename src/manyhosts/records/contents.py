@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -174,6 +175,7 @@ _TAGS: dict[str, Callable[[Any, Any], Any]] = {
     "$tuple": lambda content, tensors: tuple(unflatten(node, tensors) for node in content),
     "$float": lambda content, tensors: float(content),
     "$bytes": lambda content, tensors: base64.b64decode(content),
+    "$counter": lambda content, tensors: Counter({unflatten(key, tensors): count for key, count in content}),
     "$dict": lambda content, tensors: {unflatten(key, tensors): unflatten(node, tensors) for key, node in content},
 }
 

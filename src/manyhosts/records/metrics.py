@@ -224,7 +224,7 @@ def read(path: Path) -> list[Line]:
 
 def stream(path: Path) -> Iterator[Line]:
     """The lines of `metrics.jsonl` one by one, also while the run adds to them."""
-    return map(decoded, read_lines(path))
+    return (decoded(line) for line in read_lines(path) if "event" in line)
 
 
 def lost_steps(path: Path, last: int) -> str:

@@ -155,9 +155,22 @@ def read(run_dir: Path) -> Provenance:
             "this run has no record of its code", where=str(run_dir), fix="it is kept by runs of this version and later"
         )
     kept = read_json(path, version=SCHEMA_VERSION, written_by="")
-    kept["code"] = Code(**kept["code"])
-    kept["data"] = {name: DataFile(**each) for name, each in kept["data"].items()}
-    return Provenance(**kept)
+    try:
+        kept["code"] = Code(**kept["code"])
+        kept["data"] = {name: DataFile(**each) for name, each in kept["data"].items()}
+        return Provenance(**kept)
+    except (KeyError, TypeError, AttributeError) as cause:
+        fix = "restore the file: it says what the run came from"
+        raise ConfigError(f"the record of the code is damaged: {cause}", where=str(path), fix=fix) from cause
+
+
+def module_of(run_dir: Path) -> tuple[str, str]:
+    """The name of the module that the run in `run_dir` was started as, by `-m`, and where; nothing of a script."""
+    with contextlib.suppress(ConfigError):
+        found = read(run_dir)
+        if found.kind == "module":
+            return found.program, found.folder
+    return "", ""
 
 
 def changed(

@@ -22,7 +22,8 @@ _MOST_CLASSES = 30
 def read(folder: Path) -> dict[str, Any] | None:
     """What is in `analysis.json` of a run directory; None where there is none that can be read."""
     with contextlib.suppress(ConfigError):
-        return read_json(folder / "analysis.json", version=1)
+        found = read_json(folder / "analysis.json", version=1)
+        return found if found.keys() >= {"samples", "data", "step", "resamples", "values", "slices", "worst"} else None
     return None
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.named_runs import INTERRUPTED, failed_early, handle_of, runs_in, was_interrupted
+from manyhosts.launchers.named_runs import (
+    INTERRUPTED,
+    ended_detached,
+    failed_early,
+    handle_of,
+    runs_in,
+    was_interrupted,
+)
 from manyhosts.records import run_lock
 from manyhosts.records.numbers import to_words
 from manyhosts.records.run_directory import RunDirectory
@@ -64,6 +71,8 @@ def _read(path: Path) -> ListedRun:
             state, reason = "interrupted", INTERRUPTED
         elif failed := failed_early(path):
             state, reason = "failed", failed
+        elif (ended := ended_detached(path))[0]:
+            state, reason = ended
         return ListedRun(
             directory=str(path), handle=handle_of(path), script="", state=state, reason=reason, started=None,
             workers=None, steps=0, seconds=0.0, best={},

@@ -149,7 +149,9 @@ def again(run: Run) -> tuple[list[str], list[str]]:
     lines = [f"git checkout {commit}"] if commit else []
     given = [word for key, text in record.overrides.items() for word in ("--set", f"{key}={text}")]
     given += [word for name in record.environment for word in ("--env", name)]
-    lines.append(shlex.join(["manyhosts", "run", *_where(record), *given, record.script, *record.arguments]))
+    module, _ = provenance.module_of(run.directory.path)
+    program = ["-m", module] if module else [record.script]
+    lines.append(shlex.join(["manyhosts", "run", *_where(record), *given, *program, *record.arguments]))
     said = []
     if changed:
         said.append("Files of the repository differed from that commit when it ran.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from safetensors import SafetensorError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -257,7 +258,7 @@ class Server:
         if self._keep is not None:
             try:
                 self._keep.add(inputs, outputs)
-            except OSError as error:
+            except (OSError, SafetensorError) as error:  # the library's own, of a disk that is full
                 log.warning("samples are not kept any more: %s", error)
                 self._keep = None
 

@@ -105,10 +105,12 @@ class Batching:
                 batch = self._next()
                 self._under_way += 1
                 self._note()
-            if batch:
-                await self._serve(batch)
-            self._under_way -= 1
-            self._note()
+            try:
+                if batch:
+                    await self._serve(batch)
+            finally:
+                self._under_way -= 1
+                self._note()
 
     def _next(self) -> list[_Waiting]:
         """The requests of the next batch, oldest first: those of one form, up to so many samples."""
@@ -141,13 +143,13 @@ class Batching:
             _fail(batch, Lost("the server is ending"))
             raise
         else:
-            self._on_batch(joined, outputs)
             begin = 0
             for one in batch:
                 end = begin + samples_of(one.arrays)
                 if not one.answer.done():
                     one.answer.set_result({name: each[begin:end] for name, each in outputs.items()})
                 begin = end
+            self._on_batch(joined, outputs)
 
 
 def _fail(batch: list[_Waiting], error: Exception) -> None:

@@ -110,10 +110,11 @@ class Drift:
         """One batch was served."""
         for kind, arrays in (("inputs", inputs), ("outputs", outputs)):
             for name, each in arrays.items():
-                if (kind, name) in self._expected and each.size:
+                known = each[np.isfinite(each)] if each.dtype.kind == "f" else each
+                if (kind, name) in self._expected and known.size:
                     keep = _MEMORY ** len(each)
                     total, weight = self._sums.get((kind, name), (0.0, 0.0))
-                    mean = float(each.mean(dtype=np.float64))
+                    mean = float(known.mean(dtype=np.float64))
                     self._sums[kind, name] = (total * keep + mean * (1 - keep), weight * keep + 1 - keep)
 
     def values(self) -> dict[tuple[str, str], float]:

@@ -188,8 +188,7 @@ def preprocessed(model: Model, samples: list[Any]) -> Arrays:
     specs = model.described.inputs
     try:
         if len(specs) == 1:
-            dtype = getattr(torch, specs[0].dtype)
-            given = model.preprocess(torch.as_tensor(samples, dtype=dtype) if _are_numbers(samples) else samples)  # type: ignore[arg-type]
+            given = model.preprocess(_as_tensor(samples, getattr(torch, specs[0].dtype)))
             columns = given if isinstance(given, dict) else {specs[0].name: given}
         else:
             columns = dict(model.preprocess(samples))
@@ -204,11 +203,21 @@ def preprocessed(model: Model, samples: list[Any]) -> Arrays:
     return from_json(rows, model.described)
 
 
-def _are_numbers(samples: list[Any]) -> bool:
+_EXACT = 1 << 24
+"""Up to here every integer is a number of float32."""
+
+
+def _as_tensor(samples: list[Any], dtype: torch.dtype) -> Any:
+    """Numbers as a tensor, of the dtype of the model's input where none of them becomes another one by that."""
     try:
-        return np.array(samples).dtype.kind in "iufb"
+        array = np.array(samples)
     except ValueError:
-        return False
+        return samples
+    if array.dtype.kind not in "iufb":
+        return samples
+    is_cut = array.dtype.kind == "f" and not dtype.is_floating_point
+    is_rounded = array.dtype.kind in "iu" and dtype.is_floating_point and bool((abs(array) > _EXACT).any())
+    return torch.as_tensor(samples) if is_cut or is_rounded else torch.as_tensor(samples, dtype=dtype)
 
 
 if __name__ == "__main__":

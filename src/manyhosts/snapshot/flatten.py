@@ -3,6 +3,7 @@
 What JSON cannot say itself is in an object with one key that begins with `$`:
 
     {"$tensor": name}  {"$array": name}  {"$tuple": […]}  {"$float": "inf" | "-inf" | "nan"}  {"$bytes": base64}
+    {"$counter": [[key, count], …]}      a collections.Counter, as MultiStepLR has
     {"$dict": [[key, value], …]}         a dict with keys that are no text, or with one that begins with `$`
 
 `records.contents.unflatten` puts it together again.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,14 +91,14 @@ class _Flattener:
         raise _refusal(f"a value of type {type(value).__qualname__}", path)
 
     def dict_node(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        if type(value) is not Counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {str(key): self.node(item, (*path, key)) for key, item in value.items()}
         pairs = []
         for key, item in value.items():
             if not _is_plain_key(key):
                 raise _refusal(f"a dict key of type {type(key).__qualname__}", path)
             pairs.append([self.node(key, path), self.node(item, (*path, key))])
-        return {"$dict": pairs}
+        return {"$counter" if type(value) is Counter else "$dict": pairs}
 
     def named(self, entry: Tensor | TensorPart, path: tuple[Any, ...]) -> str:
         tensor = entry if isinstance(entry, Tensor) else entry.local

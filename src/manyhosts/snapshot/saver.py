@@ -6,8 +6,10 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +21,7 @@ from torch import distributed as dist
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.data.sampler import Order
 from manyhosts.errors import ConfigError
-from manyhosts.records.manifest import Facts
+from manyhosts.records.manifest import Facts, found_in
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import Loaded, load, same_model
 from manyhosts.snapshot.store import Store
@@ -92,10 +94,22 @@ class Saver:
         }
         """Without DistributedDataParallel around a model, so that its names are the model's own."""
         self.every = Duration.parse(self.settings.every, where="snapshots.every")
+        order = objects.get("order")
+        if self.every.epochs is not None and not hasattr(order, "epoch"):
+            fix = "give it as order=mh.Order(…), or say how often in steps or minutes"
+            raise ConfigError("snapshots are asked for by epochs, and no order counts them", where="mh.Saver", fix=fix)
+        if other := [name for name, each in objects.items() if isinstance(each, Order) and name != "order"]:
+            fix = f"give it as order=, and not as {other[0]}="
+            raise ConfigError(
+                f"{other[0]} is an mh.Order, which moves on under its own name alone", where="mh.Saver", fix=fix
+            )
         self.store = Store(self.folder, keep=self.settings.keep) if _rank() == 0 else None
         self.step = 0
         """Steps done."""
         self._saved_at, self._saved_epoch, self._saved_time = 0, 0, time.monotonic()
+        self._size, self._is_first, self._prints = _size(), True, _print({})
+        if isinstance(order, Order):
+            order.at_start = self._begin_epoch
 
     def resume(self) -> int:
         """Restore the newest snapshot that is complete, where there is one. All workers call this. Returns the step.
@@ -114,6 +128,12 @@ class Saver:
         for skipped in found.skipped:
             sys.stderr.write(f"manyhosts: {skipped.path} is passed over: {skipped.reason}\n")
         kept = found.state["objects"]
+        if surplus := sorted(set(kept) - set(self.objects)):
+            raise ConfigError(
+                f"the snapshot of step {step} has {surplus[0]}, which the saver was not given: it would begin anew",
+                where=str(found.path),
+                fix=f"give mh.Saver(…, {surplus[0]}={surplus[0]}), or begin in another folder",
+            )
         for name, each in self.objects.items():
             if name not in kept:
                 raise ConfigError(
@@ -125,11 +145,12 @@ class Saver:
         generators = found.state["random"]
         if len(generators) == _size():
             own, order = generators[_rank()], self.objects.get("order")
-            if isinstance(order, Order) and order.position.sample:
+            if isinstance(order, Order) and (order.position.sample or found.state.get("in_loader", False)):
                 order.before_first = partial(_set_generators, own)  # in an epoch: its loader has drawn a seed before
             else:
                 _set_generators(own)
         self.step = self._saved_at = step
+        self._is_first, self._prints = False, self._printed()
         self._saved_epoch, self._saved_time = found.facts.epoch, time.monotonic()
         return step
 
@@ -142,6 +163,16 @@ class Saver:
         if self._is_due():
             self.save()
 
+    def _begin_epoch(self) -> None:
+        """An epoch begins to be read: have in the snapshot what a script has changed since the last step, by a
+        scheduler that steps after each epoch, say.
+        """
+        if self._saved_at == self.step > 0 and _agreed(int(self._printed() != self._prints)):
+            self._save(in_loader=True)
+
+    def _printed(self) -> Any:
+        return {name: _print(each.state_dict()) for name, each in self.objects.items() if not isinstance(each, Order)}
+
     def _is_due(self) -> bool:
         every = self.every
         is_due = every.steps is not None and self.step - self._saved_at >= every.steps
@@ -151,13 +182,38 @@ class Saver:
         return is_due
 
     def save(self) -> None:
-        """Make a snapshot now. All workers call this, at the same step. What the disk refuses is said."""
+        """Make a snapshot now. All workers call this, at the same step. What the disk refuses is said.
+
+        Raises:
+            ConfigError: the folder has snapshots of later steps, of a run that was not resumed; or the workers have
+                come together after the saver was made.
+        """
+        self._save(in_loader=False)
+
+    def _save(self, *, in_loader: bool) -> None:
+        if _size() != self._size:
+            raise ConfigError(
+                "the saver was made before torch.distributed was initialised, and every process would write",
+                where="mh.Saver",
+                fix="make it after init_process_group(), Accelerator() or fabric.launch()",
+            )
+        if self._is_first:
+            newest = 0 if self.store is None else max((each.step for each in found_in(self.folder)), default=0)
+            if (newest := _agreed(newest)) > self.step:
+                raise ConfigError(
+                    f"the folder has a snapshot of step {newest}, and this is step {self.step} of a run that was not "
+                    "resumed",
+                    where=str(self.folder),
+                    fix="call saver.resume() before the loop, or give another folder",
+                )
+            self._is_first = False
         self._saved_at, self._saved_epoch, self._saved_time = self.step, self._epoch(), time.monotonic()
-        generators = _gathered(_generators())
+        generators, self._prints = _gathered(_generators()), self._printed()
         if self.store is None:
             return
         order = self.objects.get("order")
-        position = {key: int(value) for key, value in order.state_dict().items()} if order is not None else {}
+        place = {} if order is None else order.state_dict()
+        position = {key: int(value) for key, value in place.items() if isinstance(value, Integral)}
         facts = Facts(
             step=self.step,
             epoch=self._epoch(),
@@ -166,7 +222,7 @@ class Saver:
             model=self._model(),
         )
         objects = {name: dict(each.state_dict()) for name, each in self.objects.items()}
-        self.store.save({"objects": objects, "random": generators}, facts)
+        self.store.save({"objects": objects, "random": generators, "in_loader": in_loader}, facts)
         self._report()
 
     def close(self) -> None:
@@ -228,21 +284,46 @@ def _gathered(own: Tensor) -> Tensor:
 
 def _generators() -> Tensor:
     """The states of torch's, Python's and NumPy's generators, shape (bytes,), uint8."""
-    _, numbers, place = np.random.get_state(legacy=True)[:3]  # type: ignore[index]  # a tuple, as asked for
-    python = np.array(random.getstate()[1], dtype=np.uint32)
-    own = np.concatenate([python, np.asarray(numbers, dtype=np.uint32), np.array([place], dtype=np.uint32)])
+    _, numbers, place, has, half = np.random.get_state(legacy=True)  # a tuple, as asked for
+    _, python, other = random.getstate()
+    halves = [_of_half(float(half) if has else None), _of_half(other)]
+    own = np.concatenate([np.array([*python, *numbers, place], dtype=np.uint32), *halves])
     return torch.cat([torch.get_rng_state(), torch.from_numpy(own.view(np.uint8).copy())])
 
 
 def _set_generators(kept: Tensor) -> None:
     torch.set_rng_state(kept[:_TORCH].clone())
     numbers: Any = kept[_TORCH:].numpy().copy().view(np.uint32)
-    random.setstate((3, tuple(int(each) for each in numbers[:_PYTHON]), None))
-    np.random.set_state(("MT19937", numbers[_PYTHON:-1], int(numbers[-1]), 0, 0.0))
+    end = _PYTHON + _NUMPY
+    half, other = (_half(numbers[end + begin : end + begin + 3]) for begin in (0, 3))
+    random.setstate((3, tuple(int(each) for each in numbers[:_PYTHON]), other))
+    place = int(numbers[end - 1])
+    np.random.set_state(("MT19937", numbers[_PYTHON : end - 1], place, int(half is not None), half or 0.0))
+
+
+def _of_half(half: float | None) -> Any:
+    """The second of a pair of normal numbers, where it was drawn and not given yet: as three numbers of 32 bits."""
+    return np.array([half is not None, *np.array([half or 0.0]).view(np.uint32)], dtype=np.uint32)
+
+
+def _half(kept: Any) -> float | None:
+    """What `_of_half` has kept; None where a snapshot is older than that."""
+    return float(kept[1:].copy().view(np.float64)[0]) if len(kept) and kept[0] else None
+
+
+def _print(value: Any) -> Any:
+    """What is another thing where a nested value has changed: of tensors where they lie, and how often written."""
+    if isinstance(value, Mapping):
+        return {key: _print(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_print(each) for each in value]
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return value.data_ptr(), 0 if value.is_inference() else value._version
 
 
 def _plain(value: Any) -> Any:
     """`value` with everything read that a snapshot has of it."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list) else value

@@ -45,13 +45,14 @@ def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> d
     if not found and weights == "best" and (directory.best / NAME).exists():
         found.append(directory.best)
     if not found:
-        found = [each.path for each in found_in(directory.snapshots) if each.how != "half" and each.step >= 0]
+        folder = directory.snapshots if directory.snapshots.is_dir() else path  # that of an mh.Saver
+        found = [each.path for each in found_in(folder) if each.how != "half" and each.step >= 0]
     if not found:
         what = "there is no such folder" if not path.exists() else "there is no best model and no snapshot here"
         raise ConfigError(what, where=str(path), fix="give the directory of a run that has saved, or one snapshot")
     for number, each in enumerate(found, start=1):
         try:
-            state: dict[str, Tensor] = snapshots.load(each).state["model"]
+            state: dict[str, Tensor] = of_model(snapshots.load(each).state, each)
         except SnapshotError as error:
             if number == len(found):
                 raise
@@ -59,6 +60,24 @@ def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> d
         else:
             return state
     raise AssertionError("the last one either was given back or has raised")
+
+
+def of_model(state: Mapping[str, Any], where: Path) -> Any:
+    """What a snapshot of a run has of its model, or one of an `mh.Saver` of the object that is called so.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if "model" in state:
+        return state["model"]
+    objects = state.get("objects", {})
+    if "model" not in objects:
+        raise ConfigError(
+            f"nothing in this snapshot is called model; it has {', '.join(objects) or 'no objects'}",
+            where=str(where),
+            fix="resume it by the mh.Saver that has made it, and take the weights of the object from there",
+        )
+    return objects["model"]
 
 
 def from_file(path: Path, *, where: str) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,17 @@ from manyhosts.study import fits
 from manyhosts.study.points import MOST_POINTS, Asked, Point, command
 from manyhosts.study.rows import Row, Size, compared, read, samples_per_second, sizes
 from manyhosts.study.verdict import Verdict, verdict_on
-from manyhosts.trials.runs import LOOK_S, Interrupted, Outcome, Place, Signals, Trial, outcome_of
+from manyhosts.trials.runs import (
+    LOOK_S,
+    Interrupted,
+    Outcome,
+    Place,
+    Signals,
+    Trial,
+    hash_of,
+    hashes_of,
+    outcome_of,
+)
 
 SCHEMA_VERSION = 1
 NAME = "study.json"
@@ -109,7 +118,7 @@ def recorded(asked: Asked) -> dict[str, Any]:
     """What two studies in one folder must have in common, and the sizes."""
     return {
         "script": asked.script,
-        "script_sha256": _hash_of(asked.script),
+        "script_sha256": hash_of(asked.script),
         "arguments": list(asked.arguments),
         "budget": asked.budget,
         "settings": dict(asked.settings),
@@ -118,14 +127,11 @@ def recorded(asked: Asked) -> dict[str, Any]:
         "nodes": list(asked.nodes),
         "workers_per_node": asked.workers_per_node,
         "hosts": list(asked.hosts),
+        "environment": hashes_of(asked.environment),
         "vary": {key: list(values) for key, values in asked.vary.items()},
         "repeat": asked.repeat,
         "weak": asked.weak,
     }
-
-
-def _hash_of(script: str) -> str:
-    return hashlib.sha256(Path(script).read_bytes()).hexdigest()
 
 
 _IN_COMMON = {
@@ -134,6 +140,7 @@ _IN_COMMON = {
     "budget": "--budget was {before}",
     "settings": "--set was {before}",
     "where": "its runs were started with {before}",
+    "environment": "--env gave other values",
 }
 
 
@@ -152,8 +159,11 @@ def see_that_same(asked: Asked, folder: Path) -> None:
     if not (folder / NAME).exists():
         return
     before, now = read_json(folder / NAME).get("asked", {}), recorded(asked)
-    for key, words in _IN_COMMON.items():
-        if before.get(key) != now[key]:
+    hosts, known = now["hosts"], before.get("hosts", [])
+    in_common = {**_IN_COMMON, "hosts": "its hosts were {before}"}
+    for key, words in in_common.items():
+        is_more = key == "hosts" and hosts[: len(known)] == known[: len(hosts)]  # a size takes the first of them
+        if not is_more and before.get(key, now[key] if key == "environment" else None) != now[key]:
             differs = words.format(before=before.get(key) or "not given")
             raise ConfigError(
                 f"this folder holds a study that cannot be compared: {differs}",
@@ -178,7 +188,7 @@ def see_that_of(folder: Path, script: str, arguments: Sequence[str], settings: M
     def counting(given: Mapping[str, str]) -> dict[str, str]:
         return {key: value for key, value in given.items() if key not in _OF_NO_MATTER}
 
-    if before != _hash_of(script):
+    if before != hash_of(script):
         same_name = Path(studied.script).name == Path(script).name
         what = f"{studied.script}, which has changed since" if same_name else f"{studied.script}, not of {script}"
     elif list(studied.arguments) != list(arguments):

@@ -20,6 +20,7 @@ Where there are no such lines (one worker, or the last steps before a run broke 
 
 from __future__ import annotations
 
+import math
 import statistics
 from array import array
 from bisect import bisect_left
@@ -72,8 +73,9 @@ class Spent:
         return sum(self.seconds.values())
 
     def lowest_loss(self) -> float | None:
-        """Of all validations; None where there is none."""
-        return min((values["loss"] for _, _, values in self.validations if "loss" in values), default=None)
+        """Of all validations; None where there is none that is a number."""
+        losses = [values["loss"] for _, _, values in self.validations if "loss" in values]
+        return min(filter(math.isfinite, losses), default=None)
 
     def seconds_to(self, loss: float) -> float | None:
         """Until a validation found `loss` or less; None where none did."""

@@ -23,6 +23,7 @@ from manyhosts.errors import ConfigError, first_line
 from manyhosts.events import Listener, Note, Recovered
 from manyhosts.launchers.named_runs import keep_failure
 from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.training.consistency.same_given import (
@@ -73,12 +74,14 @@ class Fit:
         listeners: Sequence[Listener],
         report: Callable[..., None],
         go_on_with: str = "",
+        ended_with: str = "",
     ) -> None:
         """Before `fit` nothing is opened or exchanged. `report` sends to the head; see `cluster.reports`.
 
-        `go_on_with`: the command that resumes this run, where no one else shows it.
+        `go_on_with`: the command that resumes this run, where no one else shows it; `ended_with`: the hash of the
+        weights that the `fit` before this one has left.
         """
-        self.go_on_with = go_on_with
+        self.go_on_with, self.ended_with = go_on_with, ended_with
         self.calls, self.provider, self.parts, self.world = calls, provider, provider.parts, provider.parts.world
         self.settings, self.directory, self.script = settings, directory, script
         self.snapshot_schedule = SnapshotSchedule(self.parts, settings, directory, script)
@@ -182,7 +185,13 @@ class Fit:
         if isinstance(source := self.parts.source, IndexedSource):
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
         self._open_directory()  # no one looks into it before rank 0 has made it
+        was_changed = self._was_changed()
         found, self.loaded = self.snapshot_schedule.begin()
+        if was_changed and self.loaded is not None:
+            self.world.notes.append(
+                f"the model was changed after the last fit, and training continues from the snapshot of step "
+                f"{found.step}, without that change: make it in a callback, or begin another run by init_from="
+            )
         if self.loaded is None and self.snapshot_schedule.store.leads_disk() and (kept := self.directory.set_aside()):
             self.world.notes.append(
                 "there is no snapshot to continue from, so training begins again; the records of before, and the best "
@@ -195,6 +204,7 @@ class Fit:
         if self.loaded is None and self.recovery is not None and self.world.any(changed):
             raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
         self.state.become(found)
+        self.parts.weighing.take_up(found.counts_by)
         with self.parts.strategy.averaged(self.parts.trained):
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
         lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
@@ -215,6 +225,12 @@ class Fit:
             "" if self.recovery else why_not_survive(self.parts) or "no one can continue since a call before this one"
         )
         announce(training, self.loaded, why_not_survive=why_not)
+
+    def _was_changed(self) -> bool:
+        """Whether somebody has changed the model since the last `fit`, as far as a worker that holds it all can say."""
+        before, self.ended_with = self.ended_with, ""
+        holds_all = bool(before) and self.parts.strategy.mesh.parts == 1
+        return holds_all and weights_sha256(self.parts.model, self.parts.strategy.holding) != before
 
     def _open_directory(self) -> None:
         """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
@@ -311,6 +327,8 @@ class Fit:
             after_step.validate()
         after_step.keep_best()
         self.run_end.save(self.loop)
+        if text := self.snapshot_schedule.put_aside_best(state):
+            self.run_log.emit(Note(text=text, step=state.step, time=time.time()))
         after_step.call_callbacks("end")
         self.snapshot_schedule.finish_copies(partial(self.run_log.report, "busy"))
         self.parts.strategy.average(self.parts.trained)  # a run ends with one model

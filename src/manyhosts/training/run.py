@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Unpack
 
@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
-from manyhosts.config.arguments import OF_OWN_FIT, OF_RUN, answers
+from manyhosts.config import overrides
+from manyhosts.config.arguments import OF_OWN_FIT, OF_PREDICT, OF_RUN, answers
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError, ManyhostsError, check_run
 from manyhosts.training.evaluation.predict import Forward, of_inputs
@@ -23,19 +24,20 @@ from manyhosts.training.own_loop.own_step import LossOf, OwnStep
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.session import Options, Session
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
-from manyhosts.training.setup.model_checks import check_called, check_rates
+from manyhosts.training.setup.model_checks import check_called, check_maker, check_rates, make_schedule
 from manyhosts.training.setup.optimizer_kernels import fuse
-from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters
+from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters, check_options
 from manyhosts.training.telemetry.result import Result
 
 _STEPS_OF_AN_EPOCH = 1000
 _NAMES = {
-    "mh.Trainer(step=": "mh.Run(evaluate=",
-    "mh.Trainer(loss=…)": "run.fit(step)",
-    "mh.Trainer(": "mh.Run(",
-    "mh.Run(model=": "mh.Run(models=",
-    "mh.Run(optimizer=": "mh.Run(optimizers=",
-    "mh.Run(schedule=": "mh.Run(schedulers=",
+    r"mh\.Trainer\(step=": "mh.Run(evaluate=",
+    r"mh\.Trainer\(loss=…\)": "run.fit(step)",
+    r"mh\.Trainer\(": "mh.Run(",
+    r"mh\.Run\((model|optimizer)=": r"mh.Run(\1s=",
+    r"mh\.Run\(schedule=": "mh.Run(schedulers=",
+    r"\btrainer\.fit\(": "run.fit(step, ",
+    r"\btrainer\.(fit|validate|test|predict|save|model)\b": r"run.\1",
 }
 """What an error of `mh.Trainer` names, and what it is called here; one after the other."""
 
@@ -134,11 +136,13 @@ class Run(Session):
         self._own_step = OwnStep()
         self._own_step.make_schedulers = self._make_schedulers
         self._check_names()
-        parts = options.get("virtual_workers")
         if data is None:
-            if parts is None:
+            typed = overrides.from_environment().get("virtual_workers", "")
+            parts = int(typed) if typed.isdecimal() else options.get("virtual_workers")
+            if not isinstance(parts, int) or parts < 1:
+                given = "" if parts is None else f", not {parts!r}"
                 raise ConfigError(
-                    "there is no data, so virtual_workers must say in how many parts a step is computed",
+                    f"there is no data, so virtual_workers must say in how many parts a step is computed{given}",
                     where="mh.Run(virtual_workers=…)",
                     fix="give virtual_workers=4, say: the same bits on 1 to 4 workers",
                 )
@@ -152,20 +156,33 @@ class Run(Session):
         if evaluate is not None:
             fix = "give evaluate=function(models, batch) that returns the loss, or a dict with it"
             check_called("evaluate", evaluate, ["models", "batch"], where="mh.Run(evaluate=…)", fix=fix)
-        with _named_as_in_a_loop():
-            super().__init__(
-                model=self._make_models,
-                optimizer=self._make_optimizers,
-                data=data,
-                step=evaluate or _nothing_to_evaluate,
-                loss=None,
-                schedule=None,
-                weight="samples",
-                own_step=self._own_step,
-                options=options,
+        super().__init__(
+            model=self._make_models,
+            optimizer=self._make_optimizers,
+            data=data,
+            step=evaluate or _nothing_to_evaluate,
+            loss=None,
+            schedule=None,
+            weight="samples",
+            own_step=self._own_step,
+            options=options,
+        )
+
+    @staticmethod
+    def rename(error: ManyhostsError) -> None:
+        """Have an error name what it is about as it is called here, and not as in `mh.Trainer`."""
+        for name, own in _NAMES.items():
+            error.what, error.where, error.fix = (
+                re.sub(name, own, text) for text in (error.what, error.where, error.fix)
             )
+        if error.where.startswith("mh.Run(evaluate="):
+            error.what = error.what.replace("step returned", "evaluate returned", 1)
 
     def _check_names(self) -> None:
+        for argument, given in (("models", self._models), ("optimizers", self._makers)):
+            if not given:
+                fix = f"give {argument}={{name: …}}, or one alone"
+                raise ConfigError(f"{argument} is empty", where=f"mh.Run({argument}=…)", fix=fix)
         for name in self._makers:
             if unknown := sorted({*name.split("+")} - self._models.keys()):
                 raise ConfigError(
@@ -189,6 +206,7 @@ class Run(Session):
     def _make_models(self) -> nn.ModuleDict:
         made = {}
         for name, each in self._models.items():
+            check_maker(each, f"model {name!r}", where="mh.Run(models=…)", write=f"models={{{name!r}: lambda: ")
             made[name] = each if isinstance(each, nn.Module) or not callable(each) else each()
             if not isinstance(made[name], nn.Module):
                 raise ConfigError(
@@ -209,6 +227,8 @@ class Run(Session):
                     fix="leave the optimizer out; what has no parameter need not be among the models",
                 )
             found = make(parameters)
+            if isinstance(found, Optimizer):
+                check_options(parameters, found)
             if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
                 what = "cannot be cut into parts: it calls the loss as often as it likes" if found else ""
                 raise ConfigError(
@@ -224,7 +244,7 @@ class Run(Session):
         schedulers: dict[str, LRScheduler] = {}
         for name, make in self._schedulers.items():
             rates = [group["lr"] for group in optimizers[name].param_groups]
-            schedulers[name] = make(optimizers[name])
+            schedulers[name] = make_schedule(make, optimizers[name])
             check_rates(self.settings, rates, optimizers[name], make)
         for name, each in schedulers.items():
             if isinstance(each, ReduceLROnPlateau):
@@ -254,10 +274,12 @@ class Run(Session):
             "the step", step, ["run"], where="run.fit", fix='write run.fit(step, "20 epochs"), with def step(run)'
         )
         self._own_step.step, code = partial(_made, step, self), getattr(step, "__code__", None)
+        self._own_step.written = step
         self._own_step.place = f"{code.co_filename}, line {code.co_firstlineno}" if code else type(step).__name__
-        with _named_as_in_a_loop(), self._own_step.guarded():
+        with self._own_step.guarded():
             return super().fit(duration)
 
+    @answers("run.predict", OF_PREDICT)
     def predict(
         self, dataset: Dataset[Any], *, forward: Forward | None = None, weights: Literal["best", "last"] = "best"
     ) -> Any:
@@ -357,19 +379,6 @@ class Run(Session):
         found = self._own_step.model
         assert isinstance(found, nn.ModuleDict), "_make_models() makes one"
         return found
-
-
-@contextlib.contextmanager
-def _named_as_in_a_loop() -> Iterator[None]:
-    """Have errors name the argument of `mh.Run` in place of one of `mh.Trainer`."""
-    try:
-        yield
-    except ManyhostsError as error:
-        for name, own in _NAMES.items():
-            error.where, error.fix = error.where.replace(name, own), error.fix.replace(name, own)
-        if error.where.startswith("mh.Run(evaluate="):
-            error.what = error.what.replace("step returned", "evaluate returned", 1)
-        raise
 
 
 def _nothing_to_evaluate(_models: nn.Module, _batch: Any) -> Tensor:

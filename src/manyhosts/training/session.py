@@ -7,7 +7,7 @@ import gc
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -99,7 +99,10 @@ def settings_of(data: Data, options: Options) -> Settings:
     given: dict[str, Any] = {name: each for name, each in options.items() if name not in no_settings}
     given["mesh"] = given.get("strategy") if isinstance(given.get("strategy"), Mesh) else None
     given["strategy"] = DDP() if given.get("strategy") is None else named(given["strategy"])
-    given["snapshots"] = given.get("snapshots") or Snapshots()
+    if not isinstance(snapshots := given.get("snapshots"), Snapshots | None):
+        fix = 'write snapshots=mh.Snapshots(every="1 epoch"); a run has one at its end in any case'
+        raise ConfigError(f"snapshots is {snapshots!r}", where="mh.Trainer(snapshots=…)", fix=fix)
+    given["snapshots"] = snapshots or Snapshots()
     given["best"] = Best(best) if isinstance(best, str) else best
     for name in (
         "batch_size",
@@ -111,6 +114,11 @@ def settings_of(data: Data, options: Options) -> Settings:
     ):
         given[name] = getattr(data, name)
     return overrides.apply(given, overrides.from_environment())
+
+
+def _listed(given: Any) -> Any:
+    """What an iterator gives, which can be gone through once; anything else as it is."""
+    return list(given) if isinstance(given, Iterator) else given
 
 
 def _named(call: str, weights: str) -> str:
@@ -146,7 +154,7 @@ class Session:
         self._is_launched = reporter is not None
         self._report: Callable[..., None] = (lambda *_, **__: None) if reporter is None else reporter.send
         self._report("trainer")
-        metrics, listeners = options.get("metrics"), options.get("listeners", ())
+        metrics, listeners = options.get("metrics"), _listed(options.get("listeners", ()))
         check_given(
             model=model,
             data=data,
@@ -161,8 +169,9 @@ class Session:
         self.data = data
         self.metrics = flattened(metrics or {})
         self.settings = with_direction(self.settings, data, self.metrics)
+        nothing_to_measure = bool(self.metrics) and data.validation is None and data.test is None
         self.loss, self.step = loss, step
-        self.listeners, acting = list(listeners), Callbacks(options.get("callbacks", ()))
+        self.listeners, acting = list(listeners), Callbacks(_listed(options.get("callbacks", ())))
         check_callbacks(acting)
         init_from = options.get("init_from")
         init = init_from if isinstance(init_from, InitFrom) or init_from is None else InitFrom(init_from)
@@ -170,11 +179,15 @@ class Session:
         self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, options.get("run_dir"))
+        if nothing_to_measure:
+            self.world.notes.append("metrics= has no effect: mh.Data has neither a validation nor a test set")
         if not self._is_launched and self._place.number == 1:
             self.world.notes += [text] if (text := unread_options(self._place.script)) else []
         if self._place.number > 1:
             gc.collect()  # a trainer that is gone held a model, and its parts refer to each other
         self._run: Fit | None = None
+        self._ended_with = ""
+        """The hash of the weights that the last `fit` has left."""
         self._at_end: weakref.finalize[..., Session] | None = None
         """What ends the last run's records: when another one begins, or this object is gone."""
 
@@ -249,11 +262,14 @@ class Session:
             listeners=listeners,
             report=self._report,
             go_on_with="" if self._is_launched else self._place.command(directory),
+            ended_with=self._ended_with,
         )
         self._at_end = weakref.finalize(self, self._run.run_log.end)
         self._at_end.atexit = False  # a script that ends closes what is open by itself
         with randomness.undisturbed():
-            return self._run.fit()
+            result = self._run.fit()
+        self._ended_with = result.weights_sha256
+        return result
 
     def _call(self, name: str, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
         """What all workers do together, and again from its beginning where some are lost meanwhile.
@@ -311,8 +327,10 @@ class Session:
         """Report which weights were used: in the run's record, or, where nothing was trained, on the terminal."""
         if self._run is not None:
             self._emit(self._run, Note(text=text, step=self._run.state.step, time=time.time()))
-        elif self.world.is_rank_0 and not self._begins_with_given:
-            sys.stderr.write(f"manyhosts: {text}: fit was not called, and they are those that the model begins with\n")
+        elif self.world.is_rank_0 and ((there := self._place.trained()) or not self._begins_with_given):
+            text += ": fit was not called, and they are those that the model begins with"
+            text += f"; {there} holds weights that were trained: fit takes them up, or init_from" if there else ""
+            sys.stderr.write(f"manyhosts: {text}\n")
 
     def _emit(self, run: Fit, news: Event) -> None:
         if self.world.is_rank_0 and not self._collective_calls.over:
@@ -410,6 +428,10 @@ class Session:
 
     def _evaluated(self, evaluation: OfAllSets, which: str) -> dict[str, float]:
         compare_weights(self.parts, f"before {which}")
+        weighing = self.parts.weighing
+        if self._run is None and self.step is not None and not (self.has_counts or weighing.said or weighing.rule):
+            text = "the loss is averaged over samples: no step of fit has shown whether it is a mean over labels, say"
+            sys.stderr.write(f"manyhosts: {text}; weight= says it\n" * self.world.is_rank_0)
         return evaluation(self.model)
 
     def _test(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:

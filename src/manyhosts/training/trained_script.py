@@ -22,6 +22,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.control.agent.worker import run_main
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.records import provenance
 from manyhosts.records.chosen_run import run_directory, snapshot_of
 from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
@@ -30,7 +31,7 @@ from manyhosts.snapshot.load import Loaded, load
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.run import Run
 from manyhosts.training.session import Session
-from manyhosts.training.state.registry import put_one_by_one
+from manyhosts.training.state.registry import put_average, put_one_by_one
 
 _KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")
 """Settings of the run that decide what a model answers, or how the script's data is read."""
@@ -135,8 +136,10 @@ def open_run(
     ):
         reached = _stop_at_fit(_number(directory))
         sys.argv = [str(script), *record.arguments]
+        module, folder = provenance.module_of(directory.path)
+        sys.path[:0] = [folder] if module else []
         try:
-            run_main(str(script), "script")
+            run_main(module or str(script), "module" if module else "script")
         except _AtFit:
             pass
         except SystemExit as ended:
@@ -224,6 +227,7 @@ def _take(trainer: Session, path: Path) -> Loaded:
         raise error or SnapshotError("another worker cannot read it", where=str(path), fix="see what that one says")
     try:
         put_one_by_one(parts, loaded.stored)
+        put_average(parts, loaded.stored, path)
     except (SnapshotError, OSError) as cause:
         raise RuntimeError(f"the snapshot changed while it was read: {cause}") from cause
     return loaded

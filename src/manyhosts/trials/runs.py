@@ -7,6 +7,7 @@ not ended well is run again by the next series in the same folder, and a run tha
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from typing import Any
 
 from manyhosts.control.agent.processes import die_with_parent
 from manyhosts.errors import ConfigError
+from manyhosts.launchers.scripts import file_of
 from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
@@ -30,6 +32,20 @@ LOOK_S = 0.2
 _SHOWN_LINES = 12
 _ABOVE = "see the traceback above"
 """What a run says of its own screen, which is a file here."""
+
+
+def hash_of(script: str) -> str:
+    """Of a script's text: trials of another cannot be compared."""
+    return hashlib.sha256(file_of(script, "script").read_bytes()).hexdigest()
+
+
+def hashes_of(environment: Sequence[str]) -> dict[str, str]:
+    """By name, a hash of each value that `--env NAME=value` or `--env NAME` gives; values are kept nowhere."""
+    found = {}
+    for word in environment:
+        name, sign, value = word.partition("=")
+        found[name] = hashlib.sha256((value if sign else os.environ.get(name, "")).encode()).hexdigest()[:16]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

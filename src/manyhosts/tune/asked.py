@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manyhosts.trials.runs import hash_of, hashes_of
 from manyhosts.tune import search
 from manyhosts.tune.budget import Budget
 from manyhosts.tune.search import Parameter
@@ -37,6 +37,8 @@ class Asked:
     sampler: str = "tpe"
     pruner: str = "median"
     seed: int = 0
+    environment: tuple[str, ...] = ()
+    """As `--env` gives them."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """As `--set` gives them, for every trial."""
     slots: tuple[Slot, ...]
@@ -55,8 +57,9 @@ class Asked:
         """What all trials of one search share."""
         return {
             "script": Path(self.script).name,
-            "script_sha256": hashlib.sha256(Path(self.script).read_bytes()).hexdigest(),
+            "script_sha256": hash_of(self.script),
             "arguments": list(self.arguments),
+            "environment": hashes_of(self.environment),
             "metric": self.metric,
             "settings": dict(self.settings),
             "search": [(each.name, each.kind, list(each.choices)) for each in self.parameters],

@@ -20,7 +20,7 @@ from manyhosts.units import Duration, seconds_in_words
 
 LEVELS = (50, 80, 95)
 """Percent of the budget at which a warning is given."""
-_EXAMPLES = 'write it as "2h", "3 worker-hours", "$5", "20 trials", or several with or between them: "2h or $5"'
+_EXAMPLES = "write it as '2h', '3 worker-hours', '$5' or '20 trials', or several with or between them: '2h or $5'"
 _PATIENCE_S = 30.0
 
 
@@ -54,7 +54,12 @@ class Budget:
             ConfigError: it cannot be read, or there is no limit at all, or no price for one of money.
         """
         limits: dict[str, Any] = {} if trials is None else {"trials": trials}
-        for part in filter(None, (text or "").split(" or ")):
+        for part in (text or "").split(" or ") if text else ():
+            if not part.strip():
+                what = (
+                    f"the budget {text!r} has an empty limit: between double quotes the shell takes $5 for a variable"
+                )
+                raise ConfigError(what, where="--budget", fix="put it between single quotes: --budget '2h or $5'")
             kind, amount = _limit(part.strip())
             if kind in limits:
                 raise ConfigError(f"the budget {text!r} limits one thing twice", where="--budget", fix=_EXAMPLES)

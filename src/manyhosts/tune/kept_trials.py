@@ -135,7 +135,7 @@ class KeptTrials:
         )  # fmt: skip
         now = json.loads(json.dumps(asked.in_common()))
         before = self.attribute("asked", now)
-        if differs := [key for key in now if before.get(key) != now[key]]:
+        if differs := [key for key in now if before.get(key, now[key]) != now[key]]:
             raise ConfigError(
                 f"this search was begun with another {differs[0].replace('_sha256', ' (its text has changed)')}: its "
                 "trials cannot be compared",
@@ -162,8 +162,9 @@ class KeptTrials:
         return [each for each in self.begun() if each.state.is_finished()]
 
     def best(self) -> Any:
-        """The one with the best value, or None."""
-        valued = [each for each in self.all() if each.user_attrs.get("best") is not None]
+        """The one with the best value, or None. One that failed has none that counts."""
+        ended = [each for each in self.all() if each.user_attrs.get("status") != "failed"]
+        valued = [each for each in ended if each.user_attrs.get("best") is not None]
         sign = 1 if self.asked.maximise else -1
         return max(valued, key=lambda each: sign * each.user_attrs["best"], default=None)
 

@@ -232,6 +232,8 @@ class Tuner:
         while more:
             news = each.follower.look()
             more = news.more
+            if news.began_again:  # what a rewind took back has not been
+                each.seen.clear()
             for line in news.lines:
                 if each.begun is None:
                     each.begun = time.monotonic()
@@ -372,6 +374,7 @@ class Tuner:
                 "number": best.number,
                 "settings": dict(best.params),
                 "value": best.user_attrs["best"],
+                "status": best.user_attrs.get("status", "running"),
                 "run_dir": str(Path(best.user_attrs["folder"]) / RUNS / best.user_attrs["run"]),
                 "command": shlex.join(["manyhosts", *self.asked.command(self.asked.slots[0], best.params)]),
             },

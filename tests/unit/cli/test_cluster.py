@@ -63,6 +63,13 @@ def test_hosts_of_a_table_are_reached_by_ssh(dry_run) -> None:
     assert (code, " -T a " in text, " -T b " in text) == (0, True, True), text
 
 
+def test_hosts_that_are_typed_count_more_than_the_hostfile_of_a_table(dry_run, tmp_path: Path) -> None:
+    (tmp_path / "h").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / "manyhosts.toml").write_text('[lab]\nhostfile = "h"\nnodes = 2\n')
+    text, code = dry_run("--cluster", "lab", "--hosts", "c")
+    assert (code, " -T c " in text, " -T a " in text) == (0, True, False), text
+
+
 def test_unknown_option_in_a_table_is_named_with_file_and_table(dry_run, tmp_path: Path) -> None:
     (tmp_path / "manyhosts.toml").write_text("[desk]\nworker = 2\n")
     text, code = dry_run("--cluster", "desk")

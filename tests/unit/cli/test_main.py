@@ -113,6 +113,20 @@ WRONG = [
     (["run", "--env", "NAME", __file__], "'NAME' has no value here"),
     (["run", "--on", "mars", __file__], "there is no target named 'mars'"),
     (["run", "-m", "--no-python", "x"], "exclude each other"),
+    (["run", "--rehearse", "--no-python", "python", "x.py"], "--rehearse changes what Python gives a script"),
+    (["run", "--bring", "", __file__], "--bring is empty"),
+    (["run", "--nodes", "²", __file__], "--nodes is ²"),
+    (["doctor", "--nodes", "0"], "--nodes is 0"),
+    (["status", "a" * 300], "cannot be used: File name too long"),
+    (["report", "a" * 300], "cannot be used: File name too long"),
+    (["init", ""], "DIR is empty"),
+    (["deploy", "--dry-run", "--to", "docker", "nosuch"], "nosuch"),
+    (["export", "--dry-run", "--format", "onnx", "--output", "o", "nosuch"], "there is no such folder"),
+    (["serve", "--max-body", "nan", "nosuch"], "--max-body is nan"),
+    (["serve", "--timeout", "0", "nosuch"], "give a number from above 0 on"),
+    (["serve", "--keep-mb", "3", "nosuch"], "--keep-mb says how much is kept, and nothing is"),
+    (["reproduce", "nosuch", "--", "--workers", "2", "--set", "lr=1"], "--set would change more than where"),
+    (["reproduce", "nosuch", "--", "--no-prefix"], "it is not said where the workers are"),
 ]
 
 
@@ -205,7 +219,8 @@ def test_option_of_a_verb_behind_a_script_that_does_not_know_it_is_refused(
     assert (
         f"{behind[0]} comes after train.py, which does not know it; options of `{before[0]}` belong before it" in said
     )
-    assert f"if it is for the script: manyhosts {before[0]} -- train.py {' '.join(behind)}" in said
+    assert f"type: manyhosts {' '.join([*before, *behind])} train.py; " in said
+    assert f"if it is for the script: manyhosts {' '.join(before)} -- train.py {' '.join(behind)}" in said
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ MEANT = {
     "--output runs/mine train.py": "--run-dir runs/mine train.py",
     "--ckpt_path runs/first/best train.py": "--run-dir RUN train.py",
     "--config_file default.yaml train.py": "--workers 3 train.py",
+    "--amp train.py": "--set precision=VALUE train.py",
+    "--compile train.py --lr 1": "--set compile=true train.py --lr 1",
 }
 
 
@@ -107,9 +109,23 @@ def test_option_behind_a_script_that_does_not_know_it_is_refused(
     code = main(["run", "--dry-run", "train.py", "--workers", "2"])
     reported = capsys.readouterr().err
     assert code == (0 if knows else 2)
-    assert ("type: manyhosts run --workers 2 train.py; if it is for the script" in reported) is not knows
+    assert ("type: manyhosts run --dry-run --workers 2 train.py; if it is for the script" in reported) is not knows
     assert ("--workers comes after train.py and so goes to it" in reported) is knows
     assert main(["run", "--dry-run", "--", "train.py", "--workers", "2"]) == 0, "marked as the script's own"
+
+
+def test_what_was_typed_besides_stays_where_an_option_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    typed = ["--set", "lr=0.1", "train.py", "data.csv", "--workers", "2", "--no-prefix", "rest"]
+    assert main(["run", "--dry-run", *typed]) == 2
+    answer = "type: manyhosts run --dry-run --set lr=0.1 --workers 2 --no-prefix train.py data.csv rest; "
+    answer += "if it is for the script: manyhosts run --dry-run --set lr=0.1 -- train.py data.csv --workers 2"
+    assert answer in capsys.readouterr().err
+    assert main(["run", "--dry-run", "-m", "train", "--workers", "2"]) == 2
+    assert "type: manyhosts run --dry-run -m --workers 2 train; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,13 @@ def test_command_for_every_host_is_answered_with_the_one_to_type(typed: str) -> 
     assert "--workers-per-node 4 a.py x" in caught.value.fix
 
 
+def test_what_else_was_typed_is_in_the_answer() -> None:
+    typed = ["--nnodes", "2", "--max-restarts", "3", "--set", "lr=1", "-m", "pkg.train"]
+    with pytest.raises(ConfigError) as caught:
+        translate(typed, {*FLAGS, "-m"}, {*WITH_VALUE, "--set"})
+    assert "--hosts HOST1,HOST2 --restarts 3 --set lr=1 -m pkg.train" in caught.value.fix
+
+
 def test_glued_options_are_told_apart() -> None:
     with pytest.raises(ConfigError, match="without a space") as caught:
         translate(["--node_rank=0--rdzv_id", "7", "a.py"], FLAGS, WITH_VALUE)

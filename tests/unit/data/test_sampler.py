@@ -74,3 +74,36 @@ def test_another_order_and_batches_too_small_for_all_workers_are_refused() -> No
         mh.Order(20, batch_size=6, rank=0, size=3)
     with pytest.raises(ConfigError, match="batches of 0"):
         mh.Order(20, batch_size=0)
+
+
+def test_step_is_counted_once_and_of_samples_that_were_read() -> None:
+    order = mh.Order(20, batch_size=6, rank=0, size=1)
+    for _ in order:
+        order.advance()
+        with pytest.raises(ConfigError, match="and no more was read"):
+            order.advance()
+    assert order.epoch == 1
+
+
+def test_epoch_of_which_some_steps_were_counted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    order = mh.Order(20, batch_size=5, rank=0, size=1)
+    for number, _ in enumerate(order):
+        if number % 2:
+            order.advance()
+    assert len(epoch_of(order)) == 2
+    assert "epoch 0 was read to its end, and steps of 10 of 20 samples were counted" in capsys.readouterr().err
+
+
+def test_rest_of_an_epoch_that_other_workers_cannot_share_is_refused() -> None:
+    first = mh.Order(100, batch_size=20, rank=0, size=2)
+    for _ in zip(range(3), first, strict=False):
+        first.advance()
+    second = mh.Order(100, batch_size=13, rank=1, size=2)
+    with pytest.raises(ConfigError, match="a batch of an epoch has 1 samples, and there are 2 workers"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_whether_the_last_batch_is_left_out_is_a_part_of_the_order() -> None:
+    kept = mh.Order(20, batch_size=6, drop_last=True, rank=0, size=1).state_dict()
+    with pytest.raises(ConfigError, match="had drop_last True"):
+        mh.Order(20, batch_size=6, rank=0, size=1).load_state_dict(kept)

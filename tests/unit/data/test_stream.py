@@ -137,3 +137,75 @@ class Positional:
 
 def test_shard_is_asked_for_by_the_names_of_its_arguments() -> None:
     assert [shard_of(each(), 1, 4) for each in (OfDatasets, Ours, Positional)] == [(1, 4)] * 3
+
+
+class Changing(Remembering):
+    """Gives the state that it goes on changing."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.place = {"at": 0}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.place["at"] < self.count:
+            self.place["at"] += 1
+            yield torch.tensor([float(self.place["at"] - 1)])
+        self.place["at"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = dict(state)
+
+
+class Shuffled(IterableDataset[torch.Tensor]):
+    """Draws its order when it is asked for an iterator, or with the first sample."""
+
+    def __init__(self, count: int, *, late: bool) -> None:
+        self.count, self.late, self.at = count, late, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.drawn() if self.late else iter(list(self.drawn()))
+
+    def drawn(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(self.count)[self.at :].tolist():
+            yield torch.tensor([float(index)])
+
+
+class Kept(Shuffled):
+    """As that, and goes on by a number of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 4}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def after_first(dataset: IterableDataset[Any]) -> Step:
+    return next(stream(dataset).steps(UNCUT, Position(), {}))
+
+
+def test_state_that_a_dataset_goes_on_changing_is_that_of_its_moment() -> None:
+    first = after_first(Changing(10))
+    again = next(stream(Changing(10)).steps(UNCUT, first.after, first.stream))
+    assert [each for piece in again.pieces for each in piece.batch.flatten().tolist()] == [4, 5, 6, 7]
+    assert again.said == ""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_order_that_a_stream_draws_is_that_of_its_epoch(late: bool) -> None:
+    whole = take(stream(Shuffled(12, late=late)).steps(UNCUT, Position(), {}), 6)
+    torch.rand(5)
+    first = after_first(Shuffled(12, late=late))
+    rest = take(stream(Shuffled(12, late=late)).steps(UNCUT, first.after, first.stream), 5)
+    assert rest == whole[1:]
+
+
+def test_stream_that_goes_on_elsewhere_is_said_and_one_that_ends_before_is_refused() -> None:
+    first = after_first(Kept(12, late=True))
+    again = next(stream(Kept(12, late=True)).steps(UNCUT, first.after, first.stream))
+    assert "does not continue where it was: after 4 samples another one comes" in again.said
+    with pytest.raises(DataError, match="ends after 3 samples, and when 4 had been read of it there were more"):
+        next(stream(Numbers(3)).steps(UNCUT, Position(0, 4), {}))

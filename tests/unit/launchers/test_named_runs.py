@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from stories import record
 
 from manyhosts.cli.main import main
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import named_runs
+from manyhosts.launchers import detached, named_runs
 from manyhosts.records import run_lock
 
 
@@ -62,6 +63,63 @@ def test_snapshots_still_take_the_address_of_a_store(runs: Path) -> None:
     assert named_runs.directory_or_store("last") == str(runs / "newest")
 
 
+def test_lines_of_a_log_that_was_full_are_there_too(runs: Path) -> None:
+    log = runs / "newest" / "logs" / "here-0.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("one\n")
+    read = detached.growing(log)
+    assert read() == "one\n"
+    with log.open("a") as file:
+        file.write("two\n")
+    log.replace(f"{log}.1")
+    assert read() == ""
+    log.write_text("three\n")
+    assert read() == "two\nthree\n"
+    with log.open("a") as file:
+        file.write("four\n")
+    assert read() == "four\n"
+    assert list(named_runs.InTerminal().logs(str(runs / "newest"), follow=False)) == ["one", "two", "three", "four"]
+
+
+def test_run_that_a_terminal_has_taken_over_is_not_that_of_its_old_handle(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs / "older" / "detached"
+    folder.mkdir()
+    left = {
+        "state": "cancelled",
+        "reason": "",
+        "code": 130,
+        "target": "local",
+        "hosts": [],
+        "process": 1,
+        "machine": socket.gethostname(),
+    }
+    (folder / "state.json").write_text(json.dumps(left))
+    (folder / "job.json").write_text("{}")
+    handle = f"local://{runs / 'older'}"
+    assert main(["status", handle]) == 0
+    assert capsys.readouterr().out.startswith("cancelled")
+    lock = run_lock.take(runs / "older", run_lock.new_token())
+    try:
+        assert main(["status", handle]) == 0
+        assert "begun again in a terminal" in capsys.readouterr().out
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def test_folder_of_another_user_is_no_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        if path.parent == runs / "first":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    real = Path.exists
+    monkeypatch.setattr(Path, "exists", refused)
+    assert [path.name for path in named_runs.runs_in(runs)] == ["newest", "older"]
+
+
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
 def test_folder_without_a_run_gets_a_sentence(verb: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, str(runs)]) == 2
@@ -89,7 +147,8 @@ def test_list_says_of_each_run_its_state_cost_and_best_value(runs: Path, capsys:
         found = {os.path.basename(run["directory"]): run for run in json.loads(capsys.readouterr().out)}
         assert main(["runs"]) == 0
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
     assert {name: run["state"] for name, run in found.items()} == {
         "first": "completed", "newest": "completed", "older": "completed", "broken": "broke off",
         "script-only": "starting",

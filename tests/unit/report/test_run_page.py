@@ -148,6 +148,25 @@ def test_script_that_failed_before_it_trained_is_listed_with_how_it_did(tmp_path
     assert other.state == "no record"
 
 
+def test_run_in_the_background_that_never_began_is_listed_as_it_ended(tmp_path: Path) -> None:
+    for name, state, reason in (("lost", "failed", "host a is not there"), ("left", "cancelled", "")):
+        folder = tmp_path / name / "detached"
+        folder.mkdir(parents=True)
+        (folder / "handle.json").write_text(json.dumps({"handle": f"local://{name}"}))
+        (folder / "state.json").write_text(json.dumps({"state": state, "reason": reason}))
+    found = {Path(each.directory).name: (each.state, each.reason) for each in listed(tmp_path)}
+    assert found == {"lost": ("failed", "host a is not there"), "left": ("interrupted", "")}
+
+
+def test_file_that_lacks_what_it_should_have_costs_no_page(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    before = run_page(read_run(tmp_path))
+    (tmp_path / "analysis.json").write_text('{"schema_version": 1}')
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert len(run_page(read_run(tmp_path))) == pytest.approx(len(before), rel=0.01)
+
+
 def test_runs_are_compared(tmp_path: Path) -> None:
     make_run(tmp_path / "a" / "run")
     make_run(tmp_path / "b" / "run", list(story(48)), end=None, batch_size=16)

@@ -127,6 +127,14 @@ def test_show_prints_what_the_manifest_says(run: Path, name: str, capsys: pytest
     assert "weight  float32 [5]" in out
 
 
+def test_damaged_snapshot_is_shown_in_no_form(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [tensors] = (run / "snapshots" / "step-00000020").glob("*.safetensors")
+    os.truncate(tensors, tensors.stat().st_size - 1)
+    for words in ([], ["--json"]):
+        assert main(["snapshots", "show", *words, str(run), "20"]) == 2
+        assert capsys.readouterr().out == ""
+
+
 def test_show_has_one_column_of_settings_as_they_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(tmp_path / "snapshots", keep=9)
     store.save({"weight": torch.ones(5)}, replace(facts(10), run={"seed": 3, "shuffle": True, "virtual_workers": None}))

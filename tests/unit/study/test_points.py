@@ -86,6 +86,7 @@ def test_a_scheduler_is_told_how_many_nodes(tmp_path: Path) -> None:
         (["--workers", "0,1"], "--workers is '0,1'"),
         (["--workers", "1", "--hosts", "a"], "--workers counts workers on this machine"),
         (["--workers", "1", "--nodes", "2"], "--workers counts workers on this machine"),
+        (["--workers", "1", "--workers-per-node", "2"], "--workers counts workers on this machine"),
         (["--nodes", "1,3", "--hosts", "a,b"], "--nodes asks for 3 hosts, and 2 are named"),
         (["--workers", "1", "--repeat", "0"], "--repeat is 0"),
         (["--workers", "1", "--budget", "soon"], "soon"),
@@ -138,6 +139,22 @@ def test_a_folder_holds_what_can_be_compared(tmp_path: Path) -> None:
     script.write_text("1\n")
     with pytest.raises(ConfigError, match="the script has changed since"):
         see_that_same(asked, tmp_path)
+
+
+def test_runs_on_other_machines_or_with_other_variables_are_not_compared(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+
+    def asked(*hosts: str, nodes: tuple[int, ...] = (1, 2), size: str = "small") -> Asked:
+        return Asked(script=str(script), nodes=nodes, hosts=hosts, environment=(f"MODEL={size}",))
+
+    write(known(asked("a", "b"), tmp_path))
+    assert "small" not in (tmp_path / NAME).read_text()
+    see_that_same(asked("a", "b", "c", "d", nodes=(1, 2, 4)), tmp_path)
+    with pytest.raises(ConfigError, match="its hosts were"):
+        see_that_same(asked("c", "d"), tmp_path)
+    with pytest.raises(ConfigError, match="--env gave other values"):
+        see_that_same(asked("a", "b", size="big"), tmp_path)
 
 
 def test_settings_that_fit_some_scripts_only_are_left_to_the_runs(tmp_path: Path) -> None:

@@ -114,3 +114,20 @@ def test_patterns_that_fit_nothing_are_refused(tmp_path: Path, weights: dict[str
         trainer(tmp_path, init_from=mh.InitFrom(weights, freeze=["boddy.*"]))
     with pytest.raises(ConfigError, match="freeze is a word"):
         mh.InitFrom(weights, freeze="body.*")
+
+
+def test_two_names_that_become_one_are_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:
+    doubled = {f"{way}.{name}": each for way in ("q", "k") for name, each in weights.items()}
+    init = mh.InitFrom(doubled, rename={"q.": "", "k.": ""})
+    with pytest.raises(ConfigError, match=r"rename makes .* of both q"):
+        trainer(tmp_path, init_from=init)
+
+
+def test_two_tensors_for_one_are_refused(tmp_path: Path) -> None:
+    given = {"words.weight": torch.zeros(5, 4), "last.weight": torch.ones(5, 4)}
+    with pytest.raises(ConfigError, match=r"words\.weight and last\.weight are one tensor in this model") as told:
+        trainer(tmp_path, Tied, init_from=mh.InitFrom(given))
+    assert 'rename={"last.weight": "unused.last.weight"}' in told.value.fix
+    taken = mh.InitFrom(given, rename={"last.weight": "unused.last.weight"}, extra=["unused.*"])
+    made = trainer(tmp_path, Tied, init_from=taken)
+    assert not made.model.last.weight.any()  # type: ignore[union-attr]

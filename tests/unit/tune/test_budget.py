@@ -31,6 +31,8 @@ def test_each_limit_is_read() -> None:
         ("$5", "no price"),
         ("1h or 2h", "twice"),
         ("0 trials", "budget of nothing"),
+        ("2h or ", "has an empty limit: between double quotes"),
+        (" or 2h", "has an empty limit"),
     ],
 )
 def test_what_is_no_budget_is_refused(text: str | None, said: str) -> None:

@@ -44,6 +44,10 @@ def test_trials_are_there_again_in_each_storage(where: str | None, tmp_path: Pat
     again = kept(tmp_path, where=place)
     assert [each["status"] for each in again.to_json()] == ["completed"] * 3
     assert again.best().user_attrs["best"] == min(each["value"] for each in again.to_json())
+    failed = again.study.ask()
+    for key, kept_value in (("status", "failed"), ("best", -1.0)):
+        failed.set_user_attr(key, kept_value)
+    assert again.best().user_attrs["best"] > 0
     assert again.seconds(without=[0]) == 4.0
     assert again.complete_s() == [2.0] * 3
 

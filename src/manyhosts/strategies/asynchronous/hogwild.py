@@ -75,7 +75,7 @@ class SharedMemory(ByMicroBatch):
         super().hold(optimizer)
         trial = Served(list(self.trained().values()), optimizer, None, looks_ahead=False)
         trial.update([torch.zeros_like(each) for each in trial.values])
-        if any(isinstance(value, Tensor) for state in trial.optimizer.state.values() for value in state.values()):
+        if any(value is not None for state in trial.optimizer.state.values() for value in state.values()):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps something of earlier steps, and with strategy 'hogwild' each worker "
                 "would keep another",

@@ -77,7 +77,18 @@ class FirstSteps:
         """Its passes are done, forward and backward, over so many pieces, and nothing has been updated yet.
 
         What they have changed happens once for each piece, so it depends on how a batch is cut.
+
+        Raises:
+            ConfigError: a parameter got a gradient that the model has no more.
         """
+        for name, each in self.parts.replaced:
+            if (parameter := each()) is not None and parameter.grad is not None:
+                raise ConfigError(
+                    f"the loss or the model computes with the parameter {name!r} through something that was given it "
+                    "before the model was cut into parts, and would never see it change",
+                    where=f"strategy={self.parts.settings.strategy.name!r}",
+                    fix="take it from its module in each forward pass: keep it in no list, loss, partial or closure",
+                )
         now = tensor_checksums(self._looked_at())
         names = [name for name, checksum in now.items() if self._held.get(name, checksum) != checksum]
         own = dict(self.parts.trained.named_parameters())

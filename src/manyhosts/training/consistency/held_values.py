@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from manyhosts.callbacks.callback import Callback, Callbacks
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.events import LossLooked
@@ -26,6 +27,8 @@ from manyhosts.events import LossLooked
 _INTERNAL = frozenset(vars(nn.Module()))
 _DEPTH, _MOST_ITEMS, _MOST_NUMBERS, _MOST_FUNCTIONS = 5, 1000, 1 << 22, 50
 """How deep is looked, and how much: of longer lists only the length is seen, of larger tensors nothing."""
+_OF_OTHERS = ("torch", "numpy", "builtins", "manyhosts")
+"""Packages whose objects are none that a script keeps numbers in."""
 _PLAIN = bool | int | float | complex | str | bytes | None
 
 
@@ -133,7 +136,7 @@ def _is_of_script(value: Any) -> bool:
     """Whether it is an object of a class that somebody has written, to keep something in."""
     if isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType):
         return False
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "numpy", "builtins")
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OF_OTHERS
 
 
 Held = Mapping[str, Saved]
@@ -255,14 +258,43 @@ def all_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def changed_attributes(before: Held, after: Held) -> str:
-    """What is to be said of attributes of a model that a step changes; empty where there are none."""
+    """What is to be said of what a step changes in plain Python; empty where that is nothing."""
     if not (changed := differing(before, after)):
         return ""
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return (
-        f"the step changes {changed[0]}{more}, a plain attribute of a model: snapshots do not have it, and it is not "
-        "put back where a step is made again; keep it in a buffer or in run.state, or a resumed run departs"
+        f"the step changes {changed[0]}{more}, a plain attribute of a model or a value of the script: snapshots do not "
+        "have it, and it is not put back where a step is made again; keep it in a buffer or in run.state "
+        "(run.steps_done counts the steps), or a resumed run departs"
     )
+
+
+class CallbackWatch:
+    """What callbacks that keep nothing in snapshots have as attributes, looked at where a snapshot is made."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self._callbacks = {n: each for n, each in callbacks.by_name.items() if not each.state_dict()}
+        self._first: dict[str, Held] = {}
+
+    def begin(self) -> None:
+        """Training begins, with what they have now."""
+        self._first = {name: _attributes(each) for name, each in self._callbacks.items()}
+
+    def look(self) -> list[str]:
+        """What is to be said of what they have changed since, once of each."""
+        found = []
+        for name, before in list(self._first.items()):
+            if changed := differing(before, _attributes(self._callbacks[name])):
+                del self._first[name]
+                found.append(
+                    f"callback {name!r} changes its attribute {changed[0]}, which no snapshot has: where a resumed run "
+                    "needs it, give it state_dict() and load_state_dict()"
+                )
+        return found
+
+
+def _attributes(callback: Callback) -> Held:
+    return {name: saved(each) for name, each in vars(callback).items()}
 
 
 class DatasetWatch:

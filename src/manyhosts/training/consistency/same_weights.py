@@ -24,6 +24,7 @@ from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.local_updates import weighted_mean
 from manyhosts.training.consistency.same_given import agree
 from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.trained_module import check_still_frozen
 
 _ROUNDING = 1e-4
 """A difference below this part of the largest number may come of processors that round differently."""
@@ -37,10 +38,12 @@ def compare_weights(parts: Parts, moment: str) -> None:
     Where BatchNorm sees each worker's own samples, its running statistics become their mean over the workers.
 
     Raises:
+        ConfigError: something is trained that no optimizer steps.
         WrongBits: they do not, and with audits it is known who is left out.
         TrainingError: they do not, on all workers alike: with the first tensor that differs, and who holds what.
     """
     world, model = parts.world, parts.trained
+    check_still_frozen(parts.frozen)
     if world.size == 1:
         return
     given = {**parts.strategy.compared(model), **parts.callbacks.tensors()}

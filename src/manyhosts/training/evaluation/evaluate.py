@@ -89,7 +89,16 @@ class Evaluation:
         means = _means([part for each in found for part in each["parts"]])
         if terms := [mean for name, mean in means.items() if name.startswith("loss/") and not math.isnan(mean)]:
             means.setdefault("loss", sum(terms))
+        self._see_that_named_apart(set(means))
         return {**means, **self.metrics.values()}
+
+    def _see_that_named_apart(self, values: set[str]) -> None:
+        if both := sorted(values & self.metrics.all.keys()):
+            raise ConfigError(
+                f"{both[0]!r} is a value that step returns, and the name of a metric",
+                where="mh.Trainer(step=…, metrics=…)",
+                fix="give one of them another name, or leave the metric out",
+            )
 
     @property
     def samples(self) -> int:
@@ -118,6 +127,7 @@ class Evaluation:
         self.metrics.begin()
         with randomness.kept(), self._in_evaluation(model):
             names = {"loss", *self._part(model, pieces, batches, tuple)}
+        self._see_that_named_apart(names)
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()

@@ -16,7 +16,7 @@ from manyhosts.data import randomness
 from manyhosts.data.steps import Steps
 from manyhosts.errors import TrainingError
 from manyhosts.events import EpochDone, Note, StepDone, ValidationDone
-from manyhosts.training.consistency.held_values import DatasetWatch
+from manyhosts.training.consistency.held_values import CallbackWatch, DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.evaluation.evaluate import CutOff
 from manyhosts.training.loop.learning_rate import VanishedRate
@@ -200,6 +200,7 @@ class AfterStep:
         self.dataset_watch = DatasetWatch(
             parts.data_identity.dataset, parts.world, elsewhere=settings.loader_workers not in (0, "auto")
         )
+        self.callback_watch = CallbackWatch(parts.callbacks)
         exchanges = training.bad_steps.drifts
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),
@@ -374,6 +375,8 @@ class AfterStep:
         self.step_reporter.read(all_of_them=True)
         self.step_reporter.check_weights()
         training = self.training
+        for text in self.callback_watch.look():
+            training.emit(Note(text=text, step=training.state.step, time=time.time()))
         if training.parts.world.any(not training.run_log.flush()):
             training.snapshot_schedule.leave_out(training.state)
         else:
@@ -419,6 +422,7 @@ class Loop:
             parts.watcher.begins(parts, training.settings, state)
         self.stepper.counting.settled = False
         self.after_step.call_callbacks("begin")
+        self.after_step.callback_watch.begin()
         steps: Steps | None = None
         while True:
             self.after_step.do()

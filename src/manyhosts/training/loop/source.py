@@ -226,6 +226,11 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             )
         if settings.balance == "speed":
             _check_may_move(data.train, settings)
+        if settings.loader_workers not in (0, 1, "auto"):
+            world.notes.append(
+                f"loader_workers={settings.loader_workers}: a stream is read by one process, for a second would read "
+                "the same samples again"
+            )
         stream = Stream(
             data.train,
             batch=batch,

@@ -153,7 +153,7 @@ class Stepper:
             return False
         self.norm = bad_steps.shown(number, self.norm)
         self.step_optimizer()
-        return True
+        return not training.parts.precision.left_out
 
     def see_own_step(self, number: int, outcome: StepOutcome, *, updated: bool) -> None:
         """What is to be known of a step that the script has written and that is over."""
@@ -229,6 +229,7 @@ class Stepper:
         if self.first_steps.stream_is_new:
             self.first_steps.stream_is_new = False
             compare_streams(parts.world, step)
+            parts.world.notes += [step.said] if step.said else []
         parts.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
         training.under_way, training.taken = number, step
         self.strategy.share_out(step.assignment)

@@ -140,7 +140,7 @@ class LossWeights:
             wide = (_WIDE * world.is_rank_0 if copies else 2) if finds and self.cuts else 0
             self.heed(find_mean(look, looked, world, rule, _alike(step, look, wide * micro)), known, finds)
         if first and weighing.said is None and not known:
-            weighing.rule = LOOKED_FOR.get(state.counts_by)
+            weighing.take_up(state.counts_by)
             weighing.guard = has_ignored if state.counts_by == "samples" else None
         weighing.checks = self.cuts and weighing.said is None
         if first and weighing.rule is not None and world.size > 1 and (text := settings.strategy.about_weights):

@@ -185,6 +185,11 @@ class Weighing:
         self.names: tuple[str, ...] = ("",)
         """Of the losses that `weight` gives a number each for; one without a name where it gives one number."""
 
+    def take_up(self, counts_by: str) -> None:
+        """Count by what an earlier look has found, as `RunState.counts_by` has it, where the script does not say it."""
+        if self.said is None and self.classes is None and not self.knows:
+            self.rule = LOOKED_FOR.get(counts_by)
+
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
         """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
         assert self.classes is not None, "only such a loss has targets to look at"

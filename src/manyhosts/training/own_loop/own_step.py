@@ -127,6 +127,8 @@ class OwnStep:
     def __init__(self) -> None:
         self.step: Callable[[], None]
         """The user's, to be called once for each optimizer step."""
+        self.written: Callable[..., Any] | None = None
+        """The function that the script has written for it."""
         self.groups: dict[str, Group] = {}
         self.combined: CombinedOptimizer
         """All optimizers, as one."""
@@ -224,7 +226,7 @@ class OwnStep:
         if self.remembers:
             self._keep()
         if self._looks and self._plain is None:
-            self._plain = HeldValues(self.model).now()
+            self._plain = HeldValues(self.model, self.written).now()
         self._seed()
         is_good = True
         try:
@@ -299,7 +301,7 @@ class OwnStep:
         """In the first steps: say what a step changes and no one keeps."""
         assert self._plain is not None, "looked at before the first step"
         self._looks -= 1
-        if note := changed_attributes(self._plain, HeldValues(self.model).now()):
+        if note := changed_attributes(self._plain, HeldValues(self.model, self.written).now()):
             self.world.notes.append(note)
             self._looks = 0
 
@@ -439,6 +441,8 @@ class OwnStep:
                 count = torch.full((), piece.samples, dtype=torch.float64, device=self.world.device)
                 return {**{name: each * piece.samples for name, each in values.items()}, "count": count}
             count = count.detach().reshape(())  # how many there are is no function of the parameters
+            if not self.is_alone and not bool(count):
+                values = _of_nothing(values, group)
             return {**{name: each * count for name, each in values.items()}, "count": count.double()}
 
         values = dict(self.verbs.backward(self.pieces or [], sums).values)
@@ -688,6 +692,18 @@ class OwnStep:
         self.state.clear()
         self.state.update(state["state"])
         self.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
+
+
+def _of_nothing(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Values of a micro-batch that counts nothing: the mean over nothing is no number, and its gradient neither.
+
+    Its gradient is zero for the parameters that have one in other micro-batches.
+    """
+    parameters = [each for each in group.parameters if each.requires_grad]
+    found = torch.autograd.grad(values["loss"], parameters, allow_unused=True)
+    used = [each.flatten()[:0].sum() for each, by in zip(parameters, found, strict=True) if by is not None]
+    none = {name: torch.zeros_like(each) for name, each in values.items()}
+    return {**none, "loss": sum(used, none["loss"].detach())}
 
 
 def _check_called(**functions: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
+from manyhosts.config.asynchronous import PipeDream
 from manyhosts.config.mesh import laid_out
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Strategy as Asked
@@ -33,6 +35,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
 from manyhosts.snapshot.load import Fits
 from manyhosts.strategies.audit import Auditor
+from manyhosts.strategies.cut_model import check_hooks
 from manyhosts.strategies.local_updates import is_cut
 from manyhosts.strategies.materialise import is_meta
 from manyhosts.strategies.strategy import Shard, Strategy
@@ -47,6 +50,7 @@ from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, 
 from manyhosts.training.setup.model_checks import (
     check_kept,
     check_optimizer,
+    check_own_steps,
     check_rates,
     check_sparse,
     check_tensors,
@@ -58,9 +62,16 @@ from manyhosts.training.setup.model_checks import (
     make_schedule,
 )
 from manyhosts.training.setup.optimizer_kernels import fuse
-from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
+from manyhosts.training.setup.parameter_groups import MakeOptimizer, check_options, parameters_of
 from manyhosts.training.setup.precision import Precision
-from manyhosts.training.setup.trained_module import check_optimized, model_of, refuse_other_calls, trained, twice
+from manyhosts.training.setup.trained_module import (
+    check_optimized,
+    model_of,
+    refuse_other_calls,
+    trained,
+    twice,
+    untrained,
+)
 from manyhosts.training.setup.uncompiled import step_without_compiler
 from manyhosts.training.state.frozen_base import FrozenBase
 from manyhosts.training.state.optimizer_state import InitialOptimizer, options_of
@@ -111,6 +122,10 @@ class Parts:
     callbacks: Callbacks
     thawed: Sequence[str]
     """Parameters that are trained in a part of the run alone."""
+    frozen: Mapping[str, nn.Parameter]
+    """By name, those that a trainer's optimizer was not given, for they were not to be trained."""
+    replaced: Sequence[tuple[str, weakref.ref[nn.Parameter]]]
+    """Those in whose place the model has others since it was placed: parts of them, say."""
     watcher: Watcher | None
     auditor: Auditor | None
     """What compares parts that several workers compute; None where that was not asked for."""
@@ -275,6 +290,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     _check_made(made, settings, world, takes_sparse=takes_sparse)
     own_fingerprint = fingerprint(model_of(made))
     strategy.look(partial(look_ahead, compute, data, settings))
+    uncut = [(name, weakref.ref(each)) for name, each in made.named_parameters() if each.requires_grad]
     placed = _place(made, strategy, settings, world)
     if own_step is not None:
         own_step.take_models(placed, compute)
@@ -300,7 +316,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     batch = batch_of(settings, strategy.mesh)
     source = cut_source(batch)
     options = options_of(made_optimizer)
-    made_schedule = _make_schedule(schedule, made_optimizer, data)
+    made_schedule = _make_schedule(schedule, made_optimizer, data, settings)
     named, schedules = {"": made_optimizer}, {} if made_schedule is None else {"": made_schedule}
     if own_step is not None:
         schedules = own_step.take_optimizers(made_optimizer)
@@ -322,6 +338,10 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         compute=compute,
         callbacks=callbacks,
         thawed=sorted(thawed | frozen),
+        frozen={}
+        if own_step is not None
+        else untrained(placed, made_optimizer, thawed | frozen, also_held=not strategy.traits.synchronous),
+        replaced=_gone(uncut, placed),
         watcher=watcher,
         auditor=auditor,
         source=source,
@@ -354,11 +374,21 @@ def _laid_out(settings: Settings, world: World) -> Asked:
 def _check_made(made: nn.Module, settings: Settings, world: World, *, takes_sparse: bool) -> None:
     """See that what was made can be kept and shared out, and say what hooks would do several times in a step."""
     check_kept(made)
+    if isinstance(settings.strategy, PipeDream):
+        check_hooks(model_of(made), f"strategy={settings.strategy.name!r}")
     in_parts = world.is_shared or settings.virtual_workers is not None
     if in_parts:
         check_tensors(made, takes_sparse=takes_sparse)
     if in_parts or settings.micro_batch_size is not None:
         world.notes += hooked(made)
+
+
+def _gone(
+    named: Sequence[tuple[str, weakref.ref[nn.Parameter]]], placed: nn.Module
+) -> list[tuple[str, weakref.ref[nn.Parameter]]]:
+    """Those of `named` that are none of the model's any more."""
+    own = {id(each) for each in placed.parameters()}
+    return [(name, each) for name, each in named if id(each()) not in own]
 
 
 def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World, watcher: Watcher | None) -> None:
@@ -370,14 +400,24 @@ def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World
         watcher.made(made)
 
 
-def _make_schedule(make: MakeSchedule | None, optimizer: Optimizer, data: Data) -> LRScheduler | None:
+def _make_schedule(
+    make: MakeSchedule | None, optimizer: Optimizer, data: Data, settings: Settings
+) -> LRScheduler | None:
     schedule = None if make is None else make_schedule(make, optimizer)
-    if isinstance(schedule, ReduceLROnPlateau) and data.validation is None:
-        raise ConfigError(
-            "the schedule is a ReduceLROnPlateau, which moves after validations, and there is no validation set",
-            where="mh.Trainer(schedule=…)",
-            fix="give mh.Data(validation=…), or choose a schedule that moves by steps",
-        )
+    if not isinstance(schedule, ReduceLROnPlateau):
+        return schedule
+    rule = settings.early_stopping
+    metric, mode = ("loss", "min") if rule is None else (rule.metric, rule.mode)
+    what, fix = "", ""
+    if data.validation is None:
+        what = "which moves after validations, and there is no validation set"
+        fix = "give mh.Data(validation=…), or choose a schedule that moves by steps"
+    elif schedule.mode != mode:
+        better = "higher" if mode == "max" else "lower"
+        what = f"made with mode={schedule.mode!r}, and it follows {metric!r}, of which {better} is better"
+        fix = f"write ReduceLROnPlateau(optimizer, mode={mode!r}, …); it follows what early_stopping does, or the loss"
+    if what:
+        raise ConfigError(f"the schedule is a ReduceLROnPlateau, {what}", where="mh.Trainer(schedule=…)", fix=fix)
     return schedule
 
 
@@ -453,7 +493,8 @@ def make_optimizer(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optimizer contains a parameter group with duplicate")  # refused
-            made = make(parameters_of(module, thawed))
+            parameters = parameters_of(module, thawed)
+            made = make(parameters)
     except ValueError as cause:
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause
@@ -465,10 +506,12 @@ def make_optimizer(
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
     complete(made)
+    check_options(parameters, made)
     mesh = strategy.mesh
     uncut = not any(is_cut(each, strategy.holding) for each in module.parameters())
     check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=takes_sparse)
     check_sparse(module, made)
+    check_own_steps(made, settings.strategy)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
     for group in made.param_groups:

@@ -19,6 +19,8 @@ from torch.utils.data import IterableDataset
 
 from manyhosts.callbacks.callback import POINTS, Callbacks
 from manyhosts.communication.world import World
+from manyhosts.config.asynchronous import Hogwild, ParameterServer
+from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.data import randomness
@@ -89,13 +91,7 @@ def check_given(
         raise ConfigError(
             f"the loss is the class {name}, which makes losses", where="mh.Trainer(loss=…)", fix=f"write loss={name}()"
         )
-    if not isinstance(model, nn.Module) and callable(model) and (lacking := _lacking(model)):
-        name = getattr(model, "__name__", "make")
-        raise ConfigError(
-            f"the model is made by {name}(), which cannot be called without {lacking}",
-            where="mh.Trainer(model=…)",
-            fix=f"write model=lambda: {name}(…), with its arguments",
-        )
+    check_maker(model, "the model", where="mh.Trainer(model=…)", write="model=lambda: ")
     if isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise ConfigError(
@@ -123,6 +119,21 @@ def check_given(
         kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(
             f"listeners is {kind}", where="mh.Trainer(listeners=…)", fix="write listeners=[function], a list"
+        )
+
+
+def check_maker(model: Any, called: str, *, where: str, write: str) -> None:
+    """See that what makes a model can be called without arguments.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not isinstance(model, nn.Module) and callable(model) and (lacking := _lacking(model)):
+        name = getattr(model, "__name__", "make")
+        raise ConfigError(
+            f"{called} is made by {name}(), which cannot be called without {lacking}",
+            where=where,
+            fix=f"write {write}{name}(…), with its arguments",
         )
 
 
@@ -384,6 +395,31 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: boo
             "SparseAdam wants sparse gradients, and workers sum dense ones",
             where="mh.Trainer(optimizer=…)",
             fix="choose Adam, and leave sparse=True out of embeddings",
+        )
+
+
+def check_own_steps(optimizer: Optimizer, strategy: Any) -> None:
+    """See that a step of `optimizer` is one of each tensor by itself, where workers step some of them each.
+
+    Raises:
+        ConfigError: a hook of it would see some of the gradients, and change tensors that are others' to keep; or it
+            steps by an optimizer inside it, which has the model's own tensors.
+    """
+    kind, where = type(optimizer).__name__, f"strategy={strategy.name!r}"
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks and isinstance(strategy, Pipeline | ParameterServer | Hogwild):
+        raise ConfigError(
+            f"{kind} has a hook on its step, and each worker steps some of the tensors: it would see no others",
+            where=where,
+            fix='do it in a callback (after_step), clip by clip_gradients=, or choose strategy="ddp"',
+        )
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    if inner and isinstance(strategy, ParameterServer | Hogwild):
+        raise ConfigError(
+            f"{kind} steps by a {type(inner[0]).__name__} inside it, which has the model's tensors and not those that "
+            "are served",
+            where=where,
+            fix=f'give the {type(inner[0]).__name__} itself, or choose strategy="ddp"',
         )
 
 

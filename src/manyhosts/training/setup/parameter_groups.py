@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhosts.callbacks.freezing import matches
 from manyhosts.errors import ConfigError
+from manyhosts.table import nearest
 from manyhosts.training.setup.trained_module import model_of, names_kept
 
 _KINDS = ("norms", "biases")
@@ -33,12 +35,14 @@ class Parameters(list[nn.Parameter]):
             "norms": {name for name, each in zip(self.names, self, strict=True) if id(each) in norms},
             "biases": {name for name in self.names if name.rpartition(".")[2] == "bias"},
         }
+        self.options: set[str] = set()
+        """The names of those that `groups` has given any of them."""
 
     def with_shapes_alone(self) -> Parameters:
         """As many parameters of the same shapes, names and kinds, on the meta device."""
         made = Parameters((), nn.Module(), {})
         made.extend(nn.Parameter(torch.empty_like(each, device="meta")) for each in self)
-        made.names, made.kinds = self.names, self.kinds
+        made.names, made.kinds, made.options = self.names, self.kinds, self.options
         return made
 
 
@@ -84,12 +88,35 @@ def groups(params: Sequence[nn.Parameter], options: Mapping[str, Mapping[str, An
                 where=f"mh.groups(params, {{{key!r}: …}})",
                 fix=f"known: {', '.join((*tops, *_KINDS))}, and what is below",
             )
+    params.options |= {option for asked in options.values() for option in asked}
     found: dict[tuple[str, ...], dict[str, Any]] = {(): {"params": []}}
     for name, parameter in zip(params.names, params, strict=True):
         keys = tuple(key for key in options if _fits(name, key, params))
         group = found.setdefault(keys, {"params": [], **{k: v for key in keys for k, v in options[key].items()}})
         group["params"].append(parameter)
     return [group for group in found.values() if group["params"]]
+
+
+def check_options(params: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+    """See that `optimizer` has each option that `groups` has given some of `params`, and each group a rate.
+
+    Raises:
+        ConfigError: it has not: PyTorch keeps such an option, and nothing reads it.
+    """
+    known, where = optimizer.defaults, "mh.Trainer(optimizer=…)"
+    for option in sorted(getattr(params, "options", set()) - known.keys()) if known else ():
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no option {option!r}, and would not read it",
+            where="mh.groups(…)",
+            fix=f"{nearest(option, [*known])}it has {', '.join(known)}",
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if not isinstance(rate := group.get("lr"), Real | Tensor):
+            raise ConfigError(
+                f"the learning rate of group {number} of {type(optimizer).__name__} is {rate!r}",
+                where=where,
+                fix="give a number, lr=1e-3 say: schedules, warm-up and records take the rate from there",
+            )
 
 
 def _fits(name: str, key: str, params: Parameters) -> bool:

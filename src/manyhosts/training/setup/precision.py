@@ -28,6 +28,8 @@ class Precision:
         self.scaler = _ScalerOfParts(device.type, holding) if name == "fp16" else None
         self.is_unscaled = False
         """Whether the gradients of the step under way have their true size again."""
+        self.left_out = False
+        """Whether the last update was left out, for its gradients overflowed."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss from which to go backward."""
@@ -90,8 +92,10 @@ class _Scaled:
         if self.precision.together is not None and not self.precision.is_unscaled:
             self.precision.unscale(self.optimizer)
         self.precision.is_unscaled = False
+        before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.precision.left_out = self.scaler.get_scale() < before
 
 
 def _agree_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, together: Collectives) -> None:

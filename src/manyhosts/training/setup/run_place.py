@@ -56,6 +56,13 @@ class RunPlace:
         chosen = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_rank_0 else ""
         return RunDirectory(Path(gather_plain(world, str(chosen))[0]))
 
+    def trained(self) -> Path | None:
+        """The directory that was named, where there are trained weights in it."""
+        named = str(self._run_dir) if self._names_directory else os.environ.get(VARIABLE, "")
+        path = Path(named).absolute() if self._names_directory else self._below(Path(named).absolute())
+        found = RunDirectory(path)
+        return path if named and (found.best.exists() or any(found.snapshots.glob("step-*"))) else None
+
     def _below(self, path: Path) -> Path:
         return path / f"trainer-{self.number}" if self.number > 1 and _is_command() else path
 

@@ -7,12 +7,13 @@ that alone called the model would wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhosts.errors import ConfigError, SnapshotError
 
@@ -111,6 +112,39 @@ def check_optimized(groups: list[dict[str, Any]], module: nn.Module, *, has_step
             if id(parameter) in seen:
                 raise twice(f"a parameter of shape {tuple(parameter.shape)} is in the optimizer twice")
             seen.add(id(parameter))
+
+
+def untrained(
+    module: nn.Module, optimizer: Optimizer, thawed: Collection[str], *, also_held: bool
+) -> dict[str, nn.Parameter]:
+    """By name, the frozen parameters of `module` that are never trained: no callback has `thawed` them later.
+
+    `also_held`: those that `optimizer` has, too; else it may step them when they are thawed.
+    """
+    stepped = set() if also_held else {id(each) for group in optimizer.param_groups for each in group["params"]}
+    frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+    return {
+        name: each
+        for name, each in frozen.items()
+        if id(each) not in stepped and name.removeprefix("model.") not in thawed
+    }
+
+
+def check_still_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """See that none of what `untrained` has found is trained now: it would have gradients, and never change.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name, each in frozen.items():
+        if each.requires_grad:
+            raise ConfigError(
+                f"{name} was frozen when the trainer was made, and is to be trained now: no one would step it, or sum "
+                "its gradients",
+                where=f"{name}.requires_grad",
+                fix=f'freeze it for a part of the run: callbacks=[mh.Freeze("{name}", until="1 epoch")]; or make '
+                "another trainer, whose init_from= is this run",
+            )
 
 
 def twice(what: str) -> ConfigError:

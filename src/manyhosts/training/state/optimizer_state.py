@@ -71,6 +71,7 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
     groups = kept.get("param_groups", [])
     if not any(isinstance(name, str) for group in groups for name in group["params"]):
         optimizer.load_state_dict(dict(kept))
+        _keep_precision(optimizer, kept["state"])
         return
     own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if len(own) != len(groups):
@@ -85,6 +86,22 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
         for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
     ]
     optimizer.load_state_dict({**kept, "state": state, "param_groups": placed})
+    _keep_precision(optimizer, state)
+
+
+def _keep_precision(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    """Have what `optimizer` keeps in more bits than its parameters have: PyTorch loads it in the dtype of these."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, kept in state.items():
+        own = optimizer.state[parameters[number]] if isinstance(number, int) and number < len(parameters) else {}
+        for name, value in kept.items():
+            loaded = own.get(name)
+            if (
+                isinstance(value, Tensor)
+                and isinstance(loaded, Tensor)
+                and value.element_size() > loaded.element_size()
+            ):
+                own[name] = value.to(loaded.device, copy=True)
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from manyhosts.callbacks.averaging import Average
 from manyhosts.communication.layout import without_repeats, write
 from manyhosts.device import wait_for
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
+from manyhosts.errors import ConfigError
 from manyhosts.snapshot.load import Loaded
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
@@ -206,6 +209,27 @@ def put_one_by_one(parts: Parts, kept: Mapping[str, Any]) -> None:
     put_cut(own, given, holding, may_lack=parts.frozen_base.names)
     if extra := {name: given[name] for name, value in own.items() if not isinstance(value, torch.Tensor)}:
         parts.model.load_state_dict(extra, strict=False)
+
+
+def put_average(parts: Parts, stored: Mapping[str, Any], where: Path) -> None:
+    """Put the average into the model that a callback has kept in a snapshot: what a run evaluates with at that step.
+
+    Raises:
+        ConfigError: a callback of the script's keeps it, in a form that only a run knows.
+    """
+    name = parts.callbacks.averaging
+    kept = stored["callbacks"].get(name) if name and "callbacks" in stored else None
+    if kept is None:
+        return
+    if not isinstance(parts.callbacks.by_name[name], Average):
+        raise ConfigError(
+            f"the weights that a run evaluates with at this step are of callback {name!r}, which a run alone knows",
+            where=str(where),
+            fix="take the best model, which has them, or a file of trainer.save()",
+        )
+    if kept["count"]:
+        own = {**dict(parts.trained.named_parameters()), **dict(parts.trained.named_buffers())}
+        put_cut({each: own[each] for each in kept["average"]}, kept["average"], parts.strategy.holding)
 
 
 @torch.no_grad()

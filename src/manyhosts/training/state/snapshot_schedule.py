@@ -142,6 +142,22 @@ class SnapshotSchedule:
         except (SnapshotError, OSError):
             return True
 
+    def put_aside_best(self, state: RunState) -> str:
+        """Take a best model out of the way that is of a step which is none of this run any more.
+
+        A run that is resumed does steps again, perhaps others than before; the best model of those may have replaced
+        that of an earlier step. Every worker calls this. Returns what is to be said; empty where all is well.
+        """
+        lacks = self.lacks_best(state)
+        if lacks and self.directory.best.exists():
+            self.directory.best.rename(self.directory.path / f"best-{time.strftime('%Y%m%d-%H%M%S')}")
+        if not self.parts.world.any(lacks):
+            return ""
+        return (
+            f"the best model, of step {state.best_step}, is not on the disk any more: its place was taken in a part of "
+            "the run that was not resumed; what is asked for the best weights gets the last ones"
+        )
+
     def leave_out(self, state: RunState) -> None:
         """Make no snapshot here, for a disk does not take the records of the steps that it would count."""
         self.saved_at = state.step
@@ -311,7 +327,8 @@ class SnapshotSchedule:
         """Have in `state` what follows from the changes."""
         begin = self.parts.source.begin(state.position)
         if begin != state.position:
-            state.position, state.epoch_loss, state.epoch_samples, state.epoch_seconds = begin, 0.0, 0, 0.0
+            state.position, state.epoch_loss, state.epoch_weight = begin, 0.0, 0.0
+            state.epoch_samples, state.epoch_seconds = 0, 0.0
         if "watched" in self.changes.keys:
             state.best, state.best_step = None, -1
         if "stopping" in self.changes.keys:

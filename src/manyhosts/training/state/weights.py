@@ -24,7 +24,7 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.tensor_parts import Box
 from manyhosts.snapshot.load import load as load_snapshot
 from manyhosts.snapshot.slices import StoredTensor
-from manyhosts.snapshot.weights import load
+from manyhosts.snapshot.weights import load, of_model
 from manyhosts.table import nearest
 from manyhosts.training.fit import Fit
 from manyhosts.training.setup.build import ModelOrMaker, Parts
@@ -97,13 +97,25 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
     Raises:
         ConfigError: there are none, they cannot be read, or they are of another model than `init` allows.
     """
-    found = {init.renamed(name): each for name, each in _read(init).items()}
+    read = _read(init)
+    found = {init.renamed(name): each for name, each in read.items()}
+    if len(found) < len(read):
+        names: dict[str, list[str]] = {}
+        for name in read:
+            names.setdefault(init.renamed(name), []).append(name)
+        new, old = next(each for each in names.items() if len(each[1]) > 1)
+        raise ConfigError(
+            f"rename makes {new} of both {old[0]} and {old[1]}",
+            where=init.where,
+            fix="rename one of them alone, and name the other in extra=[…]",
+        )
     model = parts.model
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, _ties(model))
+    _see_that_ties_agree(init, found, _ties(model))
     holding = parts.strategy.holding
     with torch.no_grad():
-        for name in taken:
+        for name in filter(taken.__contains__, own):  # in the model's order
             block = holding.block(own[name])
             if block.local.numel():
                 write(block.local, found[name].block(block.box))
@@ -185,6 +197,22 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
+def _see_that_ties_agree(init: InitFrom, found: Mapping[str, Stored], ties: Mapping[str, str]) -> None:
+    """See that what is one tensor in the model is not two different ones there.
+
+    Raises:
+        ConfigError: it is.
+    """
+    for name, first in ties.items():
+        both = name != first and name in found and first in found and found[name].shape == found[first].shape
+        if both and not torch.equal(found[name].full(), found[first].full()):
+            raise ConfigError(
+                f"{first} and {name} are one tensor in this model, and two different ones there",
+                where=init.where,
+                fix=f'say which counts: mh.InitFrom(…, rename={{"{name}": "unused.{name}"}}, extra=["unused.*"])',
+            )
+
+
 def _named(names: Iterable[str]) -> str:
     known = sorted(names)
     more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
@@ -221,7 +249,7 @@ def _in_folder(path: Path) -> Mapping[str, Stored]:
             if (path / file).exists():
                 return _in_file(path / file)
     if (path / NAME).exists():
-        return _tensors_of(load_snapshot(path).stored["model"])
+        return _tensors_of(of_model(load_snapshot(path).stored, path))
     return {name: _InMemory(each) for name, each in load(path).items() if isinstance(each, Tensor)}
 
 
@@ -262,18 +290,26 @@ class Used:
 
     is_best: bool
     step: int
-    averaged_by: str
-    """The name of the callback that has averaged them; empty where none has."""
+    averaging: str
+    """The name of the callback that averages; empty where none does."""
+    is_averaged: bool
+    """Whether it has begun by then."""
 
     @classmethod
     def of(cls, parts: Parts, run: Fit | None, *, is_best: bool) -> Used:
         """Those that `holding` gives."""
         step = 0 if run is None else run.state.best_step if is_best else run.state.step
-        return cls(is_best, step, parts.callbacks.averaging)
+        averaging = parts.callbacks.averaging
+        callback = parts.callbacks.by_name.get(averaging)
+        has_begun = callback is not None and bool(callback.averages()) and step >= getattr(callback, "first", 0)
+        return cls(is_best, step, averaging, has_begun)
 
     def __str__(self) -> str:
         which = f"the {'best' if self.is_best else 'last'} weights, of step {self.step}"
-        return f"{which}, averaged ({self.averaged_by})" if self.averaged_by else which
+        if not self.averaging:
+            return which
+        how = f"averaged ({self.averaging})" if self.is_averaged else f"not averaged: {self.averaging} had not begun"
+        return f"{which}, {how}"
 
 
 @contextmanager

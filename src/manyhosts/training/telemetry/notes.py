@@ -28,6 +28,7 @@ def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str)
         total_steps=total_steps(training.limit, per_epoch, place),
         time=now,
         resumed_from="" if loaded is None else str(loaded.path),
+        seconds_done=state.seconds,
         epochs_done=place.epochs,
     )
     run_log.emit(run_log.started)

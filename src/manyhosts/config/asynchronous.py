@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from manyhosts.config.kinds import check_kinds
 from manyhosts.config.pipelined import Pipeline
-from manyhosts.config.strategy_settings import StrategySettings
+from manyhosts.config.strategy_settings import Served
 from manyhosts.errors import ConfigError
 from manyhosts.table import nearest
 
@@ -86,7 +86,7 @@ def check_goes_with(strategy: Any, settings: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer(StrategySettings):
+class ParameterServer(Served):
     """Servers on some of the workers keep parts of the model: all workers pull it, compute, and push gradients.
 
     Source: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server"; the bound: Ho et al. 2013,
@@ -163,7 +163,7 @@ class ParameterServer(StrategySettings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hogwild(StrategySettings):
+class Hogwild(Served):
     """The workers of one machine update one model in shared memory, and no lock holds any of them up.
 
     Source: Niu, Recht, Ré and Wright 2011, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient
@@ -193,6 +193,7 @@ class PipeDream(Pipeline):
     name: ClassVar[str] = "pipedream"
     in_step: ClassVar[str] = 'strategy="pipeline"'
     by_design: ClassVar[str] = "makes an update of some micro-batches by a gradient of older weights"
+    passes_copies: ClassVar[bool] = True
     many_updates: ClassVar[bool] = True
     planned_if_asked: ClassVar[bool] = True
     check_goes_with = check_goes_with

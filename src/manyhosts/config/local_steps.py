@@ -31,6 +31,7 @@ class _Name:
 class StepAlone(StrategySettings):
     """What `LocalSGD` and `DiLoCo` have in common."""
 
+    drifts: ClassVar[bool] = True
     axes: ClassVar[Mapping[str, str]] = {"shard": "shard"}
     gives_up: ClassVar[tuple[str, ...]] = ("workers", "ranks")
     why_not_virtual: ClassVar[str] = "lets the workers' models differ"

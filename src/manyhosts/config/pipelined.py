@@ -25,6 +25,7 @@ class Pipeline(StrategySettings):
     name: ClassVar[str] = "pipeline"
     axes: ClassVar[Mapping[str, str]] = {"pipeline": "stages"}
     unplanned: ClassVar[str] = "stages"
+    steps_some: ClassVar[bool] = True
 
     stages: int = 0
     """How many stages there are; 0: each worker is one. With fewer than workers each stage is on as many workers as

@@ -21,6 +21,14 @@ class StrategySettings:
     """The axes that it puts workers along, and which setting says the size of each; see `mesh.axes_of`."""
     why_not_virtual: ClassVar[str] = "cuts the model and its sums"
     """What several workers do that virtual workers never do; empty where they can be shared out over them."""
+    steps_some: ClassVar[bool] = False
+    """Whether each worker steps some of the tensors, and others see what comes out."""
+    serves: ClassVar[bool] = False
+    """Whether what is stepped are other tensors than the model's own."""
+    passes_copies: ClassVar[bool] = False
+    """Whether passes go through copies of the parameters, which have none of their hooks."""
+    drifts: ClassVar[bool] = False
+    """Whether workers step alone for a while."""
     unplanned: ClassVar[str] = ""
     """The setting that says how many workers make a copy of the model, where a plan is for one copy over all."""
 
@@ -143,3 +151,11 @@ class StrategySettings:
 def own_or(default: T, own: object) -> T:
     """The script's `own` settings, where they are of the kind of `default`, or else that."""
     return own if type(own) is type(default) else default
+
+
+class Served(StrategySettings):
+    """Where workers step what they keep for all."""
+
+    __slots__ = ()
+    steps_some: ClassVar[bool] = True
+    serves: ClassVar[bool] = True

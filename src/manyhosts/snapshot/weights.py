@@ -68,9 +68,10 @@ def of_model(state: Mapping[str, Any], where: Path) -> Any:
     Raises:
         ConfigError: it has none.
     """
-    if "model" in state:
+    names = list(state)  # to ask a snapshot whether it has one reads it
+    if "model" in names:
         return state["model"]
-    objects = state.get("objects", {})
+    objects = state["objects"] if "objects" in names else {}
     if "model" not in objects:
         raise ConfigError(
             f"nothing in this snapshot is called model; it has {', '.join(objects) or 'no objects'}",

@@ -21,7 +21,6 @@ from typing import Any
 
 from manyhosts.control.agent.processes import die_with_parent
 from manyhosts.errors import ConfigError
-from manyhosts.launchers.scripts import file_of
 from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.summary import Summary
@@ -36,7 +35,8 @@ _ABOVE = "see the traceback above"
 
 def hash_of(script: str) -> str:
     """Of a script's text: trials of another cannot be compared."""
-    return hashlib.sha256(file_of(script, "script").read_bytes()).hexdigest()
+    path = Path(script)
+    return hashlib.sha256((path / "__main__.py" if path.is_dir() else path).read_bytes()).hexdigest()
 
 
 def hashes_of(environment: Sequence[str]) -> dict[str, str]:

@@ -539,12 +539,14 @@ def test_model_in_a_wrapper_that_exchanges_by_itself_is_refused(wrapped: str, tm
             super().__init__()
             self.module = module
 
-    inner = DistributedDataParallel(network())
+    inner, optimizer = DistributedDataParallel(network()), {"net": lambda params: torch.optim.SGD(params, lr=0.1)}
     with pytest.raises(ConfigError, match="the model is wrapped in DistributedDataParallel") as caught:
         trainer(tmp_path, model=inner if wrapped == "the model" else nn.Sequential(inner))
     assert "give the module itself" in caught.value.fix
     with pytest.raises(ConfigError, match="the model is wrapped in DistributedDataParallel"):
-        mh.Run(models={"net": lambda: inner}, optimizers={}, data=mh.Data(dataset(), batch_size=5), run_dir=tmp_path)
+        mh.Run(
+            models={"net": lambda: inner}, optimizers=optimizer, data=mh.Data(dataset(), batch_size=5), run_dir=tmp_path
+        )
 
 
 def test_validation_that_is_nan_is_said_once(tmp_path: Path) -> None:

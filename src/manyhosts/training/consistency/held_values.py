@@ -274,7 +274,7 @@ class CallbackWatch:
 
     def __init__(self, callbacks: Callbacks) -> None:
         self._callbacks = {n: each for n, each in callbacks.by_name.items() if not each.state_dict()}
-        self._first: dict[str, Held] = {}
+        self._first: dict[str, dict[str, Saved]] = {}
 
     def begin(self) -> None:
         """Training begins, with what they have now."""
@@ -293,7 +293,7 @@ class CallbackWatch:
         return found
 
 
-def _attributes(callback: Callback) -> Held:
+def _attributes(callback: Callback) -> dict[str, Saved]:
     return {name: saved(each) for name, each in vars(callback).items()}
 
 

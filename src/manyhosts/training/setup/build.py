@@ -21,7 +21,6 @@ from manyhosts.communication.batch_norm import GlobalBatch, make_global
 from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.shared_norm import Batch, OwnBatch, prepare
 from manyhosts.communication.world import World
-from manyhosts.config.asynchronous import PipeDream
 from manyhosts.config.mesh import laid_out
 from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Strategy as Asked
@@ -340,7 +339,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         thawed=sorted(thawed | frozen),
         frozen={}
         if own_step is not None
-        else untrained(placed, made_optimizer, thawed | frozen, also_held=not strategy.traits.synchronous),
+        else untrained(placed, made_optimizer, thawed | frozen, all_of_them=settings.strategy.drifts),
         replaced=_gone(uncut, placed),
         watcher=watcher,
         auditor=auditor,
@@ -374,7 +373,7 @@ def _laid_out(settings: Settings, world: World) -> Asked:
 def _check_made(made: nn.Module, settings: Settings, world: World, *, takes_sparse: bool) -> None:
     """See that what was made can be kept and shared out, and say what hooks would do several times in a step."""
     check_kept(made)
-    if isinstance(settings.strategy, PipeDream):
+    if settings.strategy.passes_copies:
         check_hooks(model_of(made), f"strategy={settings.strategy.name!r}")
     in_parts = world.is_shared or settings.virtual_workers is not None
     if in_parts:

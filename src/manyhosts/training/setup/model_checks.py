@@ -19,8 +19,6 @@ from torch.utils.data import IterableDataset
 
 from manyhosts.callbacks.callback import POINTS, Callbacks
 from manyhosts.communication.world import World
-from manyhosts.config.asynchronous import Hogwild, ParameterServer
-from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.data import randomness
@@ -407,14 +405,14 @@ def check_own_steps(optimizer: Optimizer, strategy: Any) -> None:
     """
     kind, where = type(optimizer).__name__, f"strategy={strategy.name!r}"
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks and isinstance(strategy, Pipeline | ParameterServer | Hogwild):
+    if hooks and strategy.steps_some:
         raise ConfigError(
             f"{kind} has a hook on its step, and each worker steps some of the tensors: it would see no others",
             where=where,
             fix='do it in a callback (after_step), clip by clip_gradients=, or choose strategy="ddp"',
         )
     inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    if inner and isinstance(strategy, ParameterServer | Hogwild):
+    if inner and strategy.serves:
         raise ConfigError(
             f"{kind} steps by a {type(inner[0]).__name__} inside it, which has the model's tensors and not those that "
             "are served",

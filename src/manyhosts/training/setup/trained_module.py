@@ -115,13 +115,13 @@ def check_optimized(groups: list[dict[str, Any]], module: nn.Module, *, has_step
 
 
 def untrained(
-    module: nn.Module, optimizer: Optimizer, thawed: Collection[str], *, also_held: bool
+    module: nn.Module, optimizer: Optimizer, thawed: Collection[str], *, all_of_them: bool
 ) -> dict[str, nn.Parameter]:
     """By name, the frozen parameters of `module` that are never trained: no callback has `thawed` them later.
 
-    `also_held`: those that `optimizer` has, too; else it may step them when they are thawed.
+    `all_of_them`: also those that `optimizer` has; else it may step them when they are thawed.
     """
-    stepped = set() if also_held else {id(each) for group in optimizer.param_groups for each in group["params"]}
+    stepped = set() if all_of_them else {id(each) for group in optimizer.param_groups for each in group["params"]}
     frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
     return {
         name: each

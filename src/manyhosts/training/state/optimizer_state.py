@@ -71,7 +71,7 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
     groups = kept.get("param_groups", [])
     if not any(isinstance(name, str) for group in groups for name in group["params"]):
         optimizer.load_state_dict(dict(kept))
-        _keep_precision(optimizer, kept["state"])
+        _keep_precision(optimizer, kept.get("state", {}))
         return
     own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     if len(own) != len(groups):

@@ -218,7 +218,7 @@ def put_average(parts: Parts, stored: Mapping[str, Any], where: Path) -> None:
         ConfigError: a callback of the script's keeps it, in a form that only a run knows.
     """
     name = parts.callbacks.averaging
-    kept = stored["callbacks"].get(name) if name and "callbacks" in stored else None
+    kept = stored["callbacks"].get(name) if name and "callbacks" in list(stored) else None
     if kept is None:
         return
     if not isinstance(parts.callbacks.by_name[name], Average):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import subprocess
@@ -10,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from launching import MANYHOSTS, environment
 from sklearn import metrics
+from torch import nn
 
-from manyhosts.analysis import analyse, statistics
+from manyhosts.analysis import analyse, in_worker, statistics
 from manyhosts.errors import ConfigError
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("analyse")]
@@ -220,6 +223,20 @@ def test_losses_of_two_kinds_are_made_alike_or_not_compared() -> None:
     assert one["losses"].tolist() == two["losses"].tolist() == np.square(gaps).tolist()
     with pytest.raises(ConfigError, match="different losses"):
         analyse._make_alike({"losses": gaps}, where="a, b")
+
+
+def test_loss_is_known_by_what_it_was_made_with() -> None:
+    named = [
+        in_worker._name_of(each)
+        for each in (
+            nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(2)), nn.CrossEntropyLoss(label_smoothing=0.1),
+            lambda outputs, targets: outputs - targets, lambda outputs, targets: targets - outputs,
+            functools.partial(nn.functional.cross_entropy, label_smoothing=0.1), nn.functional.cross_entropy,
+        )
+    ]  # fmt: skip
+    assert len(set(named)) == len(named)
+    assert "" not in named
+    assert named[0] == in_worker._name_of(nn.CrossEntropyLoss())
 
 
 def test_mean_that_says_the_opposite_of_most_samples_is_no_verdict() -> None:

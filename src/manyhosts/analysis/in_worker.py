@@ -138,7 +138,11 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
         "resamples": len(draws),
         "values": statistics.with_intervals(_values(run, found, arrays, kind), samples, draws),
     }
-    kept: dict[str, Any] = {"losses": arrays["losses"], "targets": arrays["targets"], "loss": _name_of(run)}
+    kept: dict[str, Any] = {
+        "losses": arrays["losses"],
+        "targets": arrays["targets"],
+        "loss": _name_of(run.trainer.loss),
+    }
     right = None
     if kind == "classes":
         reported |= statistics.of_classes(arrays["outputs"], arrays["targets"])
@@ -158,12 +162,17 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
     write_json(folder / "analysis.json", to_words(reported))
 
 
-def _name_of(run: TrainedRun) -> str:
-    """What the loss is called, with what it was made with: losses of another are not compared with it."""
-    loss: Any = run.trainer.loss
-    if loss is None:
-        return "that of its step"
-    return repr(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", repr(loss))
+def _name_of(loss: Any) -> str:
+    """What `loss` is and was made with: losses of another are not compared with it. Empty where no one can say."""
+    if isinstance(loss, nn.Module):
+        plain = {name: each for name, each in vars(loss).items() if isinstance(each, bool | int | float | str)}
+        tensors = {name: each.tolist() for name, each in loss.state_dict().items()}
+        return f"{type(loss).__qualname__} {sorted(plain.items())} {tensors}"
+    if isinstance(loss, functools.partial):
+        inner = _name_of(loss.func)
+        return f"{inner} {sorted(loss.keywords.items())}" if inner and not loss.args else ""
+    code = getattr(loss, "__code__", None)
+    return f"{loss.__qualname__} {code.co_code.hex()} {code.co_consts}" if code and not loss.__closure__ else ""
 
 
 def _is_of_classes(loss: Any) -> bool:

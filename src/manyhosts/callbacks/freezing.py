@@ -24,9 +24,9 @@ class Freeze(Callback):
         Raises:
             ConfigError: there are none, or it would never freeze.
         """
-        if not names or not all(isinstance(each, str) for each in names):
+        if not names or (wrong := [each for each in names if not isinstance(each, str)]):
             raise ConfigError(
-                f"mh.Freeze is given {names[0]!r}, no name"
+                f"mh.Freeze is given {wrong[0]!r}, no name"
                 if names
                 else "mh.Freeze is given no name, and freezes nothing",
                 where="mh.Freeze(…)",

@@ -67,9 +67,9 @@ def reproduce(run: str, here: bool, dry_run: bool, as_json: bool, trace: bool, o
 _PLACES = ("--workers", "--workers-per-node", "--nodes", "--hosts", "--hostfile", "--on", "--cluster")
 _OTHERS = (
     *("-o", "--ports", "--no-sync", "--bring", "--no-check", "--encrypt", "--head-timeout", "--hang-timeout"),
-    *("--restarts", "--show", "--no-prefix", "--log-size"),
+    *("--restarts", "--show", "--no-prefix", "--log-size", "--env", "--profile", "--metrics-port", "--warm"),
 )
-"""Options of `run` that change no weight."""
+"""Options of `run` that change nothing of what is recorded; values of variables are not."""
 
 
 def _check(options: Sequence[str]) -> None:

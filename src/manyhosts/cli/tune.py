@@ -17,7 +17,7 @@ from manyhosts.cli.run_options import see_arguments
 from manyhosts.cli.where import hosts_of, is_here, pairs, place_options, said_again, table_of, variables_of
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
-from manyhosts.launchers import scripts
+from manyhosts.launchers import choices, scripts
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.records.run_directory import check_is_folder
 
@@ -186,8 +186,11 @@ def _slots(words: dict[str, Any], hosts: tuple[str, ...]) -> tuple[tuple[Slot, .
     if words["workers"] is not None:
         fix = "give --workers-per-node, and --nodes as well"
         raise ConfigError("--workers counts workers on this machine, and hosts are named", where="--workers", fix=fix)
-    gpus = pairs(words["options"], "-o").get("gpus", "")
-    each = int(each or table_of(words).get("workers-per-node") or (gpus if gpus.isdecimal() else 1))
+    table = table_of(words)
+    gpus = choices.gpus(
+        {**{key: str(value) for key, value in table.get("o", {}).items()}, **pairs(words["options"], "-o")}
+    )
+    each = max(1, int(each or table.get("workers-per-node") or (gpus if gpus.isdecimal() else 1)))
     more = (*more, "--workers-per-node", str(each))  # what is counted is what is started
     if not hosts:
         return tuple(Slot(words=(*more, "--nodes", str(nodes))) for _ in range(at_once or 1)), each, False

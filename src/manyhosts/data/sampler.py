@@ -68,8 +68,6 @@ class Order(Sampler[list[int]]):
         """How far samples were handed out."""
         self.before_first: Callable[[], None] | None = None
         """Called once, when the first samples are asked for. A loader has drawn a seed of its own by then."""
-        self.at_start: Callable[[], None] = lambda: None
-        """Called whenever an epoch begins to be read."""
 
     def _check_batches(self, samples: int) -> None:
         """See that each batch of so many samples that are left of an epoch has one for each worker.
@@ -126,10 +124,10 @@ class Order(Sampler[list[int]]):
         if self.rank == 0 and self._read is not None and self._read.epoch == self.epoch:
             left = f"{self.position.sample} of {self._order.used}"
             sys.stderr.write(
-                f"manyhosts: epoch {self.epoch} was read to its end, and steps of {left} samples were counted: what "
-                "comes now is the rest from there; count a step for each batch, also for those that only accumulate\n"
+                f"manyhosts: epoch {self.epoch} was handed out to its end, and steps of {left} samples were counted: "
+                "what comes now is the rest from there; unless the loop was left before, count a step for each batch, "
+                "also for those that only accumulate\n"
             )
-        self.at_start()
         if self.before_first is not None:
             self.before_first()
             self.before_first = None

@@ -98,7 +98,7 @@ class Saver:
         if self.every.epochs is not None and not hasattr(order, "epoch"):
             fix = "give it as order=mh.Order(…), or say how often in steps or minutes"
             raise ConfigError("snapshots are asked for by epochs, and no order counts them", where="mh.Saver", fix=fix)
-        if other := [name for name, each in objects.items() if isinstance(each, Order) and name != "order"]:
+        if order is None and (other := [name for name, each in objects.items() if isinstance(each, Order)]):
             fix = f"give it as order=, and not as {other[0]}="
             raise ConfigError(
                 f"{other[0]} is an mh.Order, which moves on under its own name alone", where="mh.Saver", fix=fix
@@ -107,9 +107,7 @@ class Saver:
         self.step = 0
         """Steps done."""
         self._saved_at, self._saved_epoch, self._saved_time = 0, 0, time.monotonic()
-        self._size, self._is_first, self._prints = _size(), True, _print({})
-        if isinstance(order, Order):
-            order.at_start = self._begin_epoch
+        self._size, self._is_first = _size(), True
 
     def resume(self) -> int:
         """Restore the newest snapshot that is complete, where there is one. All workers call this. Returns the step.
@@ -121,6 +119,7 @@ class Saver:
         if self.store is not None:
             found = self.store.latest(same_model(self._model()))
         step = _agreed(-1 if found is None else found.facts.step)
+        self._is_first = False
         if step < 0:
             return 0
         if found is None:
@@ -145,33 +144,26 @@ class Saver:
         generators = found.state["random"]
         if len(generators) == _size():
             own, order = generators[_rank()], self.objects.get("order")
-            if isinstance(order, Order) and (order.position.sample or found.state.get("in_loader", False)):
+            if isinstance(order, Order) and order.position.sample:
                 order.before_first = partial(_set_generators, own)  # in an epoch: its loader has drawn a seed before
             else:
                 _set_generators(own)
         self.step = self._saved_at = step
-        self._is_first, self._prints = False, self._printed()
         self._saved_epoch, self._saved_time = found.facts.epoch, time.monotonic()
         return step
 
     def after_step(self) -> None:
-        """An optimizer step is done: count it, and make a snapshot where one is due. All workers call this."""
+        """An optimizer step is done: count it, and make a snapshot where one is due. All workers call this.
+
+        One that is due at the end of an epoch is made after the next step, or by `close`: what the script does after an
+        epoch (a scheduler's step, say) is in it.
+        """
         order = self.objects.get("order")
         if isinstance(order, Order):
             order.advance()
         self.step += 1
-        if self._is_due():
+        if self._is_due() and not (isinstance(order, Order) and not order.position.sample):
             self.save()
-
-    def _begin_epoch(self) -> None:
-        """An epoch begins to be read: have in the snapshot what a script has changed since the last step, by a
-        scheduler that steps after each epoch, say.
-        """
-        if self._saved_at == self.step > 0 and _agreed(int(self._printed() != self._prints)):
-            self._save(in_loader=True)
-
-    def _printed(self) -> Any:
-        return {name: _print(each.state_dict()) for name, each in self.objects.items() if not isinstance(each, Order)}
 
     def _is_due(self) -> bool:
         every = self.every
@@ -188,17 +180,18 @@ class Saver:
             ConfigError: the folder has snapshots of later steps, of a run that was not resumed; or the workers have
                 come together after the saver was made.
         """
-        self._save(in_loader=False)
-
-    def _save(self, *, in_loader: bool) -> None:
-        if _size() != self._size:
+        if _size() > self._size:
             raise ConfigError(
                 "the saver was made before torch.distributed was initialised, and every process would write",
                 where="mh.Saver",
                 fix="make it after init_process_group(), Accelerator() or fabric.launch()",
             )
         if self._is_first:
-            newest = 0 if self.store is None else max((each.step for each in found_in(self.folder)), default=0)
+            newest = (
+                0
+                if self.store is None
+                else max((each.step for each in found_in(self.folder) if each.how != "half"), default=0)
+            )
             if (newest := _agreed(newest)) > self.step:
                 raise ConfigError(
                     f"the folder has a snapshot of step {newest}, and this is step {self.step} of a run that was not "
@@ -208,7 +201,7 @@ class Saver:
                 )
             self._is_first = False
         self._saved_at, self._saved_epoch, self._saved_time = self.step, self._epoch(), time.monotonic()
-        generators, self._prints = _gathered(_generators()), self._printed()
+        generators = _gathered(_generators())
         if self.store is None:
             return
         order = self.objects.get("order")
@@ -222,7 +215,7 @@ class Saver:
             model=self._model(),
         )
         objects = {name: dict(each.state_dict()) for name, each in self.objects.items()}
-        self.store.save({"objects": objects, "random": generators, "in_loader": in_loader}, facts)
+        self.store.save({"objects": objects, "random": generators}, facts)
         self._report()
 
     def close(self) -> None:
@@ -309,17 +302,6 @@ def _of_half(half: float | None) -> Any:
 def _half(kept: Any) -> float | None:
     """What `_of_half` has kept; None where a snapshot is older than that."""
     return float(kept[1:].copy().view(np.float64)[0]) if len(kept) and kept[0] else None
-
-
-def _print(value: Any) -> Any:
-    """What is another thing where a nested value has changed: of tensors where they lie, and how often written."""
-    if isinstance(value, Mapping):
-        return {key: _print(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_print(each) for each in value]
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return value.data_ptr(), 0 if value.is_inference() else value._version
 
 
 def _plain(value: Any) -> Any:

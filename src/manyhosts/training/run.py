@@ -228,7 +228,7 @@ class Run(Session):
                 )
             found = make(parameters)
             if isinstance(found, Optimizer):
-                check_options(parameters, found)
+                check_options(parameters, found, self.world.notes)
             if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
                 what = "cannot be cut into parts: it calls the loss as often as it likes" if found else ""
                 raise ConfigError(

@@ -40,12 +40,11 @@ def hash_of(script: str) -> str:
 
 
 def hashes_of(environment: Sequence[str]) -> dict[str, str]:
-    """By name, a hash of each value that `--env NAME=value` or `--env NAME` gives; values are kept nowhere."""
-    found = {}
-    for word in environment:
-        name, sign, value = word.partition("=")
-        found[name] = hashlib.sha256((value if sign else os.environ.get(name, "")).encode()).hexdigest()[:16]
-    return found
+    """By name, a hash of each value that `--env NAME=value` gives. That of `--env NAME` may be another each time, as of
+    a token that ends.
+    """
+    words = [word.partition("=") for word in environment]
+    return {name: hashlib.sha256(value.encode()).hexdigest()[:16] if sign else "" for name, sign, value in words}
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def test_epoch_of_which_some_steps_were_counted_is_said(capsys: pytest.CaptureFi
         if number % 2:
             order.advance()
     assert len(epoch_of(order)) == 2
-    assert "epoch 0 was read to its end, and steps of 10 of 20 samples were counted" in capsys.readouterr().err
+    assert "epoch 0 was handed out to its end, and steps of 10 of 20 samples were counted" in capsys.readouterr().err
 
 
 def test_rest_of_an_epoch_that_other_workers_cannot_share_is_refused() -> None:

@@ -53,7 +53,9 @@ class Loop:
         return self
 
 
-@pytest.mark.parametrize(("every", "stop"), [("1 epoch", 6), ("1 epoch", 5), ("1 step", 3), ("3 steps", 7)])
+@pytest.mark.parametrize(
+    ("every", "stop"), [("1 epoch", 6), ("1 epoch", 5), ("1 epoch", 4), ("1 step", 3), ("1 step", 4), ("3 steps", 7)]
+)
 def test_loop_that_is_killed_goes_on_as_if_nothing_had_been(every: str, stop: int, tmp_path: Path) -> None:
     whole = Loop(tmp_path / "whole", every=every).run(3)
     Loop(tmp_path / "killed", every=every).run(3, stop_after=stop)
@@ -69,6 +71,7 @@ def test_snapshots_by_epochs_need_an_order_that_counts_them(tmp_path: Path) -> N
         mh.Saver(tmp_path, mh.Snapshots(every="1 epoch"), model=model)
     with pytest.raises(ConfigError, match=r"sampler is an mh\.Order"):
         mh.Saver(tmp_path, mh.Snapshots(every="1 step"), model=model, sampler=order)
+    mh.Saver(tmp_path, mh.Snapshots(every="1 epoch"), model=model, order=order, unlabelled=mh.Order(9, batch_size=3))
 
 
 def test_what_a_snapshot_has_is_not_left_out_in_silence(tmp_path: Path) -> None:

@@ -378,7 +378,7 @@ def test_best_model_of_a_part_that_was_not_resumed_is_not_taken_for_that_of_the_
     assert run is not None
     assert run.snapshot_schedule.put_aside_best(run.state) == ""
     run.state.best_step += 1
-    assert "is not on the disk any more" in run.snapshot_schedule.put_aside_best(run.state)
+    assert "is not on the disk: best had that of another step" in run.snapshot_schedule.put_aside_best(run.state)
     assert not (tmp_path / "best").exists()
     assert len(list(tmp_path.glob("best-*"))) == 1
     made.validate()

@@ -273,7 +273,8 @@ class CallbackWatch:
     """What callbacks that keep nothing in snapshots have as attributes, looked at where a snapshot is made."""
 
     def __init__(self, callbacks: Callbacks) -> None:
-        self._callbacks = {n: each for n, each in callbacks.by_name.items() if not each.state_dict()}
+        named = callbacks.by_name.items()
+        self._callbacks = {n: each for n, each in named if type(each).state_dict is Callback.state_dict}
         self._first: dict[str, dict[str, Saved]] = {}
 
     def begin(self) -> None:

@@ -289,7 +289,9 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     _check_made(made, settings, world, takes_sparse=takes_sparse)
     own_fingerprint = fingerprint(model_of(made))
     strategy.look(partial(look_ahead, compute, data, settings))
-    uncut = [(name, weakref.ref(each)) for name, each in made.named_parameters() if each.requires_grad]
+    uncut = [
+        (name, weakref.ref(each)) for name, each in made.named_parameters() if each.requires_grad and each.grad is None
+    ]
     placed = _place(made, strategy, settings, world)
     if own_step is not None:
         own_step.take_models(placed, compute)
@@ -505,7 +507,7 @@ def make_optimizer(
             fix="write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
     complete(made)
-    check_options(parameters, made)
+    check_options(parameters, made, strategy.mesh.world.notes)
     mesh = strategy.mesh
     uncut = not any(is_cut(each, strategy.holding) for each in module.parameters())
     check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=takes_sparse)

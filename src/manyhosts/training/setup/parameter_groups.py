@@ -97,24 +97,30 @@ def groups(params: Sequence[nn.Parameter], options: Mapping[str, Mapping[str, An
     return [group for group in found.values() if group["params"]]
 
 
-def check_options(params: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+_SLIPS = {"learning_rate": "lr", "rate": "lr", "wd": "weight_decay", "decay": "weight_decay"}
+"""What options are called elsewhere."""
+
+
+def check_options(params: Sequence[nn.Parameter], optimizer: Optimizer, notes: list[str]) -> None:
     """See that `optimizer` has each option that `groups` has given some of `params`, and each group a rate.
+
+    One that is called as none of its own, nearly, may be a schedule's: that it does not read it is added to `notes`.
 
     Raises:
         ConfigError: it has not: PyTorch keeps such an option, and nothing reads it.
     """
-    known, where = optimizer.defaults, "mh.Trainer(optimizer=…)"
+    known, kind = optimizer.defaults, type(optimizer).__name__
     for option in sorted(getattr(params, "options", set()) - known.keys()) if known else ():
-        raise ConfigError(
-            f"{type(optimizer).__name__} has no option {option!r}, and would not read it",
-            where="mh.groups(…)",
-            fix=f"{nearest(option, [*known])}it has {', '.join(known)}",
-        )
+        meant = f"did you mean {_SLIPS[option]!r}? " if option in _SLIPS else nearest(option, [*known])
+        if meant:
+            what = f"{kind} has no option {option!r}, and would not read it"
+            raise ConfigError(what, where="mh.groups(…)", fix=f"{meant}it has {', '.join(known)}")
+        notes.append(f"{kind} does not read the option {option!r} that mh.groups gives it")
     for number, group in enumerate(optimizer.param_groups):
         if not isinstance(rate := group.get("lr"), Real | Tensor):
             raise ConfigError(
-                f"the learning rate of group {number} of {type(optimizer).__name__} is {rate!r}",
-                where=where,
+                f"the learning rate of group {number} of {kind} is {rate!r}",
+                where="mh.Trainer(optimizer=…)",
                 fix="give a number, lr=1e-3 say: schedules, warm-up and records take the rate from there",
             )
 

@@ -92,10 +92,10 @@ class _Scaled:
         if self.precision.together is not None and not self.precision.is_unscaled:
             self.precision.unscale(self.optimizer)
         self.precision.is_unscaled = False
-        before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
+        found = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        self.precision.left_out = any(bool(each) for each in found.values())  # which `step` has waited for
         self.scaler.update()
-        self.precision.left_out = self.scaler.get_scale() < before
 
 
 def _agree_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, together: Collectives) -> None:

@@ -148,14 +148,15 @@ class SnapshotSchedule:
         A run that is resumed does steps again, perhaps others than before; the best model of those may have replaced
         that of an earlier step. Every worker calls this. Returns what is to be said; empty where all is well.
         """
-        lacks = self.lacks_best(state)
-        if lacks and self.directory.best.exists():
-            self.directory.best.rename(self.directory.path / f"best-{time.strftime('%Y%m%d-%H%M%S')}")
-        if not self.parts.world.any(lacks):
+        if not self.parts.world.any(self.lacks_best(state)):
             return ""
+        name = f"best-{time.strftime('%Y%m%d-%H%M%S')}"
+        if self.store.leads_disk() and self.directory.best.exists():
+            self.directory.best.rename(self.directory.path / name)
+        self.parts.world.barrier()  # no one takes it meanwhile
         return (
-            f"the best model, of step {state.best_step}, is not on the disk any more: its place was taken in a part of "
-            "the run that was not resumed; what is asked for the best weights gets the last ones"
+            f"the best model, of step {state.best_step}, is not on the disk: best had that of another step, as of a "
+            f"part of the run that was not resumed, which is in {name} now; the best weights are the last ones"
         )
 
     def leave_out(self, state: RunState) -> None:

@@ -107,7 +107,8 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
         raise ConfigError(
             f"rename makes {new} of both {old[0]} and {old[1]}",
             where=init.where,
-            fix="rename one of them alone, and name the other in extra=[…]",
+            fix=f'let one of them have another name, and leave it out: rename={{"{old[1]}": "unused.{old[1]}", …}}, '
+            'extra=["unused.*"]',
         )
     model = parts.model
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}

@@ -170,10 +170,18 @@ def unsteady(lines: Sequence[Line]) -> float:
 
 
 def fixed_seconds() -> float:
-    """Of a fixed computation on every core at once: how fast the machine is just now."""
+    """Of a fixed computation on every core at once: how fast the machine is just now.
+
+    A process that was forked from one with threads may wait for ever, so one that takes a minute is begun again.
+    """
     cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("fork").Pool(cores) as pool:
-        return statistics.mean(pool.map(_compute, range(cores), chunksize=1))
+    for _ in range(10):
+        with (
+            contextlib.suppress(multiprocessing.TimeoutError),
+            multiprocessing.get_context("fork").Pool(cores) as pool,
+        ):
+            return statistics.mean(pool.map_async(_compute, range(cores), chunksize=1).get(timeout=60))
+    raise SystemExit("the fixed computation hangs in each of ten tries")
 
 
 def _compute(_: int) -> float:

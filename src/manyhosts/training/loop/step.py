@@ -153,7 +153,7 @@ class Stepper:
             return False
         self.norm = bad_steps.shown(number, self.norm)
         self.step_optimizer()
-        return not training.parts.precision.left_out
+        return not (self.acts and training.parts.precision.left_out)
 
     def see_own_step(self, number: int, outcome: StepOutcome, *, updated: bool) -> None:
         """What is to be known of a step that the script has written and that is over."""

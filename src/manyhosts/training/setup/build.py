@@ -512,7 +512,7 @@ def make_optimizer(
     uncut = not any(is_cut(each, strategy.holding) for each in module.parameters())
     check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=takes_sparse)
     check_sparse(module, made)
-    check_own_steps(made, settings.strategy)
+    check_own_steps(made, settings.strategy, mesh.world.notes)
     check_optimized(made.param_groups, module, has_step=has_step)
     factor = learning_rate.scale(settings.lr_scaling, counted_workers(settings, mesh))
     for group in made.param_groups:

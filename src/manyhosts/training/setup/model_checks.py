@@ -396,20 +396,25 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: boo
         )
 
 
-def check_own_steps(optimizer: Optimizer, strategy: Any) -> None:
+def check_own_steps(optimizer: Optimizer, strategy: Any, notes: list[str]) -> None:
     """See that a step of `optimizer` is one of each tensor by itself, where workers step some of them each.
 
     Raises:
-        ConfigError: a hook of it would see some of the gradients, and change tensors that are others' to keep; or it
-            steps by an optimizer inside it, which has the model's own tensors.
+        ConfigError: a hook of it would change tensors that are not those which are stepped; or it steps by an optimizer
+            inside it, which has the model's own tensors.
     """
     kind, where = type(optimizer).__name__, f"strategy={strategy.name!r}"
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks and strategy.steps_some:
+    if hooks and strategy.serves:
         raise ConfigError(
-            f"{kind} has a hook on its step, and each worker steps some of the tensors: it would see no others",
+            f"{kind} has a hook on its step, and the tensors that are stepped are not the model's own",
             where=where,
             fix='do it in a callback (after_step), clip by clip_gradients=, or choose strategy="ddp"',
+        )
+    if hooks and strategy.steps_some:
+        notes.append(
+            f"{kind} has a hook on its step, which sees the tensors of this worker alone: what it takes over several "
+            "of them (a norm, say) is of these; clip_gradients= sees all"
         )
     inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
     if inner and strategy.serves:

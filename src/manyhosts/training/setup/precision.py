@@ -28,8 +28,8 @@ class Precision:
         self.scaler = _ScalerOfParts(device.type, holding) if name == "fp16" else None
         self.is_unscaled = False
         """Whether the gradients of the step under way have their true size again."""
-        self.left_out = False
-        """Whether the last update was left out, for its gradients overflowed."""
+        self.overflows: list[Tensor] = []
+        """Of the last update: whether a gradient overflowed, on each device."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss from which to go backward."""
@@ -46,6 +46,11 @@ class Precision:
     def stepper(self, optimizer: torch.optim.Optimizer) -> Any:
         """What to call `step()` on: fp16 leaves out a step whose gradients overflowed, on all workers alike."""
         return optimizer if self.scaler is None else _Scaled(self, self.scaler, optimizer)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the last update was left out, for its gradients overflowed. On a GPU the host waits for that."""
+        return any(bool(each) for each in self.overflows)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, for snapshots."""
@@ -94,7 +99,7 @@ class _Scaled:
         self.precision.is_unscaled = False
         self.scaler.step(self.optimizer)
         found = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-        self.precision.left_out = any(bool(each) for each in found.values())  # which `step` has waited for
+        self.precision.overflows = list(found.values())
         self.scaler.update()
 
 

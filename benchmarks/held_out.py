@@ -44,6 +44,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,18 +171,11 @@ def unsteady(lines: Sequence[Line]) -> float:
 
 
 def fixed_seconds() -> float:
-    """Of a fixed computation on every core at once: how fast the machine is just now.
-
-    A process that was forked from one with threads may wait for ever, so one that takes a minute is begun again.
-    """
+    """Of a fixed computation on every core at once: how fast the machine is just now."""
     cores = len(os.sched_getaffinity(0))
-    for _ in range(10):
-        with (
-            contextlib.suppress(multiprocessing.TimeoutError),
-            multiprocessing.get_context("fork").Pool(cores) as pool,
-        ):
-            return statistics.mean(pool.map_async(_compute, range(cores), chunksize=1).get(timeout=60))
-    raise SystemExit("the fixed computation hangs in each of ten tries")
+    # A multiprocessing.Pool waited for ever at its end, once in some hundred times.
+    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("fork")) as pool:
+        return statistics.mean(pool.map(_compute, range(cores)))
 
 
 def _compute(_: int) -> float:

@@ -134,8 +134,9 @@ class KeptTrials:
             seed=asked.seed,
         )  # fmt: skip
         now = json.loads(json.dumps(asked.in_common()))
-        before = self.attribute("asked", now)
-        if differs := [key for key in now if before.get(key, now[key]) != now[key]]:
+        before = dict(self.attribute("asked", now))
+        before.setdefault("environment", now["environment"])  # searches of before have not kept it
+        if differs := [key for key in now if before.get(key) != now[key]]:
             raise ConfigError(
                 f"this search was begun with another {differs[0].replace('_sha256', ' (its text has changed)')}: its "
                 "trials cannot be compared",

@@ -112,8 +112,9 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
         )
     model = parts.model
     own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, _ties(model))
-    _see_that_ties_agree(init, found, _ties(model))
+    ties = _ties(model)
+    taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, ties)
+    _see_that_ties_agree(init, found, ties)
     holding = parts.strategy.holding
     with torch.no_grad():
         for name in filter(taken.__contains__, own):  # in the model's order

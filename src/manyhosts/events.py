@@ -6,15 +6,15 @@ The loop of `training.loop` with each event in its place:
     while no stop rule gives a reason:
         StepDone                        after every optimizer step
         [EpochDone]                     when the step was the last one of its epoch
-        [ValidationDone]                when `validate_every` is due
-        [SnapshotSaved]                 when `snapshots.every` is due
         [WorkersTimed]                  every few seconds, where there are several workers
+        [ValidationDone]                when `validate_every` is due, and after the last step
+        [SnapshotSaved]                 when `snapshots.every` is due
     [WorkersTimed]                      for the rest of the steps
     RunEnded
     [TestDone]                          when the user calls `trainer.test()`
 
 A listener is anything callable with one event. Listeners run on rank 0 only, and cannot change training:
-their order never matters, and one that fails is named and dropped.
+their order never matters, and one that fails is named, and misses the event that it failed at.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class RunStarted:
     """Of training before, which count where the duration is a time."""
     epochs_done: float = 0.0
     """With the fraction of the current one; integers only for a stream."""
+    workers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +165,8 @@ class Recovered:
     """Samples of the steps that were redone from a snapshot."""
     rewound: bool = False
     """Whether it is the numbers that failed: the run went back to the snapshot of `step`, and left samples out."""
+    workers: int = 0
+    """How many there are now; 0 where they are those of before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

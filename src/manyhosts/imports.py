@@ -16,21 +16,25 @@ def when_imported(name: str, call: Call) -> None:
     module = sys.modules.get(name)
     if module is not None:
         call(module)
-    else:
-        sys.meta_path.insert(0, _Waiting(name, call))
+        return
+    waiting = next((each for each in sys.meta_path if isinstance(each, _Waiting) and each.name == name), None)
+    if waiting is None:
+        sys.meta_path.insert(0, waiting := _Waiting(name))
+    waiting.calls.append(call)
 
 
 class _Waiting(MetaPathFinder):
     """Comes before the finders that find modules, until the one that is awaited is asked for."""
 
-    def __init__(self, name: str, call: Call) -> None:
-        self._name, self._call = name, call
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[Call] = []
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the one module as Python itself would, and see that `call` comes after its code; leave others alone."""
-        if name != self._name:
+        """Find the one module as Python itself would, and have the calls come after its code; leave others alone."""
+        if name != self.name:
             return None
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -41,7 +45,8 @@ class _Waiting(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            self._call(module)
+            for call in self.calls:
+                call(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is for this module alone
         return spec

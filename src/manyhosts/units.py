@@ -25,17 +25,17 @@ class Duration:
     seconds: float | None = None
 
     @classmethod
-    def parse(cls, text: str, *, where: str = "duration") -> Duration:
+    def parse(cls, text: str, *, where: str = "duration", fix: str = _EXAMPLES) -> Duration:
         """Read `20 epochs`, `500 steps`, `2h30m`, or several joined by `or`.
 
         Raises:
-            ConfigError: the text is no duration, or one of zero length.
+            ConfigError: the text is no duration, or one of zero length; `fix` says how one is written.
         """
         limits: dict[str, float] = {}
         for part in str(text).lower().split(" or "):
-            unit, amount = _read_part(part, text, where)
+            unit, amount = _read_part(part, text, where, fix)
             if unit in limits:
-                raise ConfigError(f"{text!r} names {unit} twice", where=where, fix=_EXAMPLES)
+                raise ConfigError(f"{text!r} names {unit} twice", where=where, fix=fix)
             limits[unit] = amount
         steps = limits.get("steps")
         return cls(
@@ -53,26 +53,24 @@ class Duration:
         return " or ".join(parts)
 
 
-def _read_part(part: str, text: str, where: str) -> tuple[str, float]:
+def _read_part(part: str, text: str, where: str, fix: str) -> tuple[str, float]:
     """One limit: its unit (epochs, steps, seconds) and its amount."""
     found = _AMOUNT.findall(part)
     if not found or _AMOUNT.sub("", part).strip():
-        raise ConfigError(f"cannot read the duration {text!r}", where=where, fix=_EXAMPLES)
+        raise ConfigError(f"cannot read the duration {text!r}", where=where, fix=fix)
     names = [name if name in _SECONDS else name.removesuffix("s") for _, name in found]
     amounts = [float(amount) for amount, _ in found]
     if names in (["epoch"], ["step"]):
         unit, amount = names[0] + "s", amounts[0]
         if unit == "steps" and amount != int(amount):
-            raise ConfigError(f"{text!r} asks for a part of a step", where=where, fix=_EXAMPLES)
+            raise ConfigError(f"{text!r} asks for a part of a step", where=where, fix=fix)
     elif all(name in _SECONDS for name in names):
         unit, amount = "seconds", sum(a * _SECONDS[n] for a, n in zip(amounts, names, strict=True))
     else:
         unknown = next((name for name in names if name not in {*_SECONDS, "epoch", "step"}), names[-1])
-        raise ConfigError(
-            f"cannot read the duration {text!r}: {unknown!r} fits no unit here", where=where, fix=_EXAMPLES
-        )
+        raise ConfigError(f"cannot read the duration {text!r}: {unknown!r} fits no unit here", where=where, fix=fix)
     if amount <= 0:
-        raise ConfigError(f"the duration {text!r} is not longer than nothing", where=where, fix=_EXAMPLES)
+        raise ConfigError(f"the duration {text!r} is not longer than nothing", where=where, fix=fix)
     return unit, amount
 
 

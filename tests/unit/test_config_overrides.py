@@ -209,3 +209,30 @@ def test_wrong_value_or_key_of_a_file_is_told_with_its_file(text: str, what: str
     with pytest.raises(ConfigError, match=what) as found:
         overrides.parse([str(path)])
     assert found.value.where == f"--set {path}{where}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sync_every=32", "fragments=16"),
+        ("fragments=16",),
+        ("sync_every=4", "sync_at_most=6"),
+        ("servers=2", "dedicated=true"),
+        ("dedicated=true",),
+    ],
+)
+def test_settings_that_others_decide_the_range_of_are_looked_at_together(words: tuple[str, ...]) -> None:
+    assert overrides.parse(words) == dict(word.split("=") for word in words)
+
+
+@pytest.mark.parametrize("words", [("sync_every=2", "fragments=16"), ("fragments=many",), ("dedicated=perhaps",)])
+def test_settings_that_cannot_be_together_are_refused_before_a_run(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        overrides.parse(words)
+
+
+def test_key_of_a_file_that_is_no_text_is_refused_in_words(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "labels.yaml").write_text("1: cat\n")
+    with pytest.raises(ConfigError, match="1 is a int in YAML"):
+        overrides.of_file(tmp_path / "labels.yaml")

@@ -53,3 +53,13 @@ def test_misspelt_name_of_the_package_is_answered_with_the_nearest() -> None:
 
     with pytest.raises(AttributeError, match=r"has no attribute 'Trianer'\. did you mean 'Trainer'\?"):
         _ = mh.Trianer
+
+
+def test_all_that_wait_for_one_module_are_called_in_their_order(package: str) -> None:
+    seen: list[str] = []
+    when_imported(f"{package}.inner", lambda _: seen.append("first"))
+    when_imported(f"{package}.inner", lambda _: seen.append("second"))
+    finders = len(sys.meta_path)
+    importlib.import_module(f"{package}.inner")
+    assert seen == ["first", "second"]
+    assert len(sys.meta_path) == finders - 1

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.launchers import extras
 from manyhosts.records import provenance
 from manyhosts.records.atomic_file import read_json, write_json
-from manyhosts.records.numbers import to_words
+from manyhosts.records.numbers import from_words, to_words
 
 NAME, ARRAYS = "analysis.json", "analysis.npz"
 
@@ -58,7 +58,7 @@ def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str]
             stdout=subprocess.DEVNULL,
             check=True,
         )
-    return read_json(to / NAME)
+    return cast(dict[str, Any], from_words(read_json(to / NAME)))
 
 
 def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple[str, str]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def compare(first: Path, second: Path, to: Path, *, resamples: int, names: tuple
             fix="compare runs of scripts that hold out the same data, in the same order",
         )
     kinds = {str(each.get("loss", "")) for each in (ours, theirs)}
-    if "" not in kinds and len(kinds) > 1:
+    if len(kinds) > 1:
         _make_alike(ours, theirs, where=f"{names[0]}, {names[1]}")
     draws = statistics.resamples(len(ours["targets"]), resamples)
     reported = {"first": names[0], "second": names[1], **statistics.paired(ours, theirs, draws, names=names)}

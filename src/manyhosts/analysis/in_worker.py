@@ -25,6 +25,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.records import first_batch
 from manyhosts.records.atomic_file import write_json
 from manyhosts.records.numbers import to_words
+from manyhosts.training.evaluation.metrics import scalars
 from manyhosts.training.loss_weights.weighing import class_mean
 from manyhosts.training.trained_script import TrainedRun, open_run
 
@@ -141,7 +142,9 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
     kept: dict[str, Any] = {
         "losses": arrays["losses"],
         "targets": arrays["targets"],
-        "loss": _name_of(run.trainer.loss),
+        "loss": {"classes": "cross-entropy", "numbers": "squared error"}.get(kind, "")
+        if run.trainer.loss is None
+        else _name_of(run.trainer.loss),
     }
     right = None
     if kind == "classes":
@@ -207,9 +210,7 @@ def _values(run: TrainedRun, found: Mapping[str, Tensor], arrays: Mapping[str, A
         for name, metric in metrics.items():
             metric.reset()
             metric.update(outputs[rows], targets[rows])
-            value = metric.compute()
-            if isinstance(value, Tensor) and value.numel() == 1:
-                reported[name] = float(value)
+            reported |= scalars(name, metric.compute())
         if kind == "numbers":
             reported |= statistics.of_numbers(outputs[rows].numpy(), targets[rows].numpy())
         elif kind == "classes" and "accuracy" not in reported:

@@ -108,10 +108,12 @@ def of_slices(values: Sequence[Any], right: Array | None, losses: Array) -> list
     from scipy.stats import binomtest
 
     column = np.asarray(values)
+    column = column.astype(str) if column.dtype.kind == "O" else column
     if column.dtype.kind in "fiu" and len(np.unique(column)) > _BINS:
         edges = np.quantile(column, [0.25, 0.5, 0.75])
-        names = [f"below {edges[0]:g}", f"{edges[0]:g} to {edges[1]:g}", f"{edges[1]:g} to {edges[2]:g}"]
-        names.append(f"from {edges[2]:g}")
+        digits = next((each for each in range(6, 17) if len({f"{edge:.{each}g}" for edge in edges}) == 3), 17)
+        low, middle, high = (f"{edge:.{digits}g}" for edge in edges)
+        names = [f"below {low}", f"{low} to {middle}", f"{middle} to {high}", f"from {high}"]
         column = np.array(names)[np.searchsorted(edges, column, side="right")]
     found = []
     for value in np.unique(column):

@@ -12,6 +12,7 @@ pass run for each; what is to happen once per step happens here.
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,6 +158,10 @@ POINTS = ("attach", "begin", "after_step", "after_epoch", "after_validation", "e
 """The methods that are called with the moment alone."""
 
 
+def _signature(method: str) -> str:
+    return f"({', '.join(inspect.signature(getattr(Callback, method)).parameters)})"
+
+
 def _check_methods(callback: Callback) -> None:
     """See that it has a method that is called here, and none that has almost the name of one, or another trainer's.
 
@@ -169,11 +174,11 @@ def _check_methods(callback: Callback) -> None:
         if name in known or name.startswith("_") or not callable(getattr(kind, name)):
             continue
         like = get_close_matches(name, [each for each in known if each not in own], n=1, cutoff=_LIKE)
-        if meant := _ELSEWHERE.get(name) or "".join(like):
+        if meant := _ELSEWHERE.get(name) or "".join(like) or ("after_step" if name.startswith("on_") else ""):
             raise ConfigError(
                 f"callback {kind.__name__} has a method {name!r}, which nothing calls",
                 where="mh.Trainer(callbacks=…)",
-                fix=f"write def {meant}(self, moment), or, where it is not that, choose another name",
+                fix=f"write def {meant}{_signature(meant)}, or, where it is not that, choose another name",
             )
     if not known & (own | vars(callback).keys()):
         raise ConfigError(
@@ -262,11 +267,11 @@ class Callbacks:
 
     def prepare(self, model: nn.Module) -> set[str]:
         """Let each change the model before it is placed. Returns the parameters that are trained later, by name."""
-        return {name for each in self.by_name.values() for name in each.prepare(model)}
+        return {name for each in self.by_name.values() for name in each.prepare(model) or ()}
 
     def frozen_for_a_while(self) -> set[str]:
         """Parameters that one of them freezes or thaws in the midst of the run, by name."""
-        return {name for each in self.by_name.values() for name in each.frozen_for_a_while()}
+        return {name for each in self.by_name.values() for name in each.frozen_for_a_while() or ()}
 
     def call(self, point: str, moment: Moment) -> None:
         """Call the method `point` of each.
@@ -284,11 +289,11 @@ class Callbacks:
         return {name: state for name, each in self.by_name.items() if (state := each.state_dict())}
 
     def load_state_dict(self, kept: Mapping[str, Any], moment: Moment) -> None:
-        """Take up what `state_dict` gave. One that is new since then begins with the weights of now."""
+        """Take up what `state_dict` gave. One that is new since then, and keeps a state, begins with weights of now."""
         for name, each in self.by_name.items():
             if name in kept:
                 each.load_state_dict(kept[name])
-            else:
+            elif type(each).state_dict is not Callback.state_dict:
                 each.attach(moment)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class Freeze(Callback):
         """
         if not names or (wrong := [each for each in names if not isinstance(each, str)]):
             raise ConfigError(
-                f"mh.Freeze is given {wrong[0]!r}, no name"
+                f"mh.Freeze is given a {type(wrong[0]).__name__}, no name"
                 if names
                 else "mh.Freeze is given no name, and freezes nothing",
                 where="mh.Freeze(…)",

@@ -60,7 +60,8 @@ def _take(context: click.Context, _: click.Parameter, wanted: str | None) -> Non
     where = str(path) if wanted.endswith(".toml") else f"{path}, table {wanted}"
     options = {_name(option): option for option in _options_of(context.command)}
     known = {_name(option) for command in _family(context) for option in _options_of(command)} - _NEVER
-    said = clusters.words(table, where, known, _PAIRS)
+    several = {name for name, option in options.items() if option.multiple}
+    said = clusters.words(table, where, known, _PAIRS, several)
     here = {name: value for name, value in said.items() if name in options}
     context.meta[_TABLE] = {
         options[name].name: value if isinstance(value, tuple) else (str(value),)
@@ -80,7 +81,7 @@ def _options_of(command: click.Command) -> list[click.Option]:
 
 def _family(context: click.Context) -> list[click.Command]:
     """The verbs that share a table with this one: what is for another one is no slip of the pen here."""
-    group = context.parent.command if context.parent is not None else None
+    group = context.find_root().command
     found = [group.get_command(context, name) for name in ("run", "doctor")] if isinstance(group, click.Group) else []
     return [command for command in found if command is not None] or [context.command]
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import click
 
-from manyhosts.cli.cluster import cluster_option, target_options, with_table
+from manyhosts.cli.cluster import cluster_option, target_options, typed_first, with_table
 from manyhosts.cli.progress import Progress
 from manyhosts.cli.where import Where, pairs
 from manyhosts.cluster.findings import LEVELS, Finding, worst_first
@@ -78,7 +78,7 @@ def doctor(
         raise ConfigError(f"there is no script {script!r}", where=str(Path.cwd()), fix=fix)
     if script:
         scripts.check(script, "script")
-    examination = examined(Where(**words), run_dir=run_dir, data=data, script=script, silent=as_json)  # type: ignore[arg-type]  # click's words by name
+    examination = examined(Where(**typed_first(words)), run_dir=run_dir, data=data, script=script, silent=as_json)
     if isinstance(examination, int):
         return examination
     if as_json:
@@ -310,14 +310,17 @@ def lock(output: str, trace: bool, **words: str | None) -> int:
     """
     from manyhosts.doctor import lock as locks
 
-    found = examined(Where(**words))  # type: ignore[arg-type]  # click's words by name
+    found = examined(Where(**typed_first(words)))
     if isinstance(found, int):
         return found
     lost = [finding for finding in found.findings if finding.check == "reach"]
     if lost or not found.hosts:
         what = lost[0].what if lost else "no host was reached"
         raise LaunchError(what, where="--hosts", fix="mend that first: a lock holds all hosts that are named")
+    kept = locks.in_folder(Path(output).parent) if Path(output).name == locks.NAME else None
     locks.write(Path(output), found.hosts)
+    if gone := sorted((kept or {}).keys() - {host["name"] for host in found.hosts}):
+        print(f"{output} had {', '.join(gone)}, too, and has not any more: name all hosts at once", file=sys.stderr)
     print(f"{output}: {', '.join(host['name'] for host in found.hosts)}")
     return 0
 

@@ -115,7 +115,11 @@ def _fix(error: click.ClickException, verb: str) -> str:
             return f"name the script, as in `{path} train.py`; {found}"
         if (parameter.metavar or "").startswith("RUN"):
             return f"name a run: `{path} last` takes the one begun last, and `manyhosts runs` lists them"
-    if isinstance(error, click.BadParameter) and isinstance(getattr(parameter, "type", None), IntParamType):
+    kind = getattr(parameter, "type", None)
+    if isinstance(error, click.BadParameter) and isinstance(kind, click.IntRange | click.FloatRange):
+        ends = (f"from {kind.min}" if kind.min is not None else "", f"to {kind.max}" if kind.max is not None else "")
+        return f"give a number {' '.join(filter(None, ends))}; {lists}"
+    if isinstance(error, click.BadParameter) and isinstance(kind, IntParamType):
         return f"give an integer, such as 2; {lists}"
     return lists
 
@@ -196,11 +200,14 @@ class _Verbs(click.Group):
 
             if args[0].endswith(".py"):
                 raise ConfigError(f"{args[0]} is a script, and no verb", fix=f"write manyhosts run {shlex.join(args)}")
-            if script := next((word for word in args[1:] if word.endswith(".py")), None):
-                what = f"there is no verb {args[0]!r}"
-                raise ConfigError(what, fix=f"to train {script}: manyhosts run {script}; all verbs: manyhosts --help")
-            if does := _ELSEWHERE.get(args[0]):
+            script = next((word for word in args[1:] if word.endswith(".py")), None)
+            does = _ELSEWHERE.get(args[0], "")
+            if does and not (script and does.startswith("manyhosts run")):
                 raise ConfigError(f"there is no verb {args[0]!r}", fix=f"{does}; all verbs: manyhosts --help")
+            if script:
+                what = f"there is no verb {args[0]!r}"
+                fix = f"to train {script}: manyhosts run {shlex.quote(script)}; all verbs: manyhosts --help"
+                raise ConfigError(what, fix=fix)
             raise click.UsageError(f"there is no verb {args[0]!r}. {nearest(args[0], VERBS)}known: {', '.join(VERBS)}")
         return super().resolve_command(ctx, args)
 

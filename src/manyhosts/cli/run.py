@@ -115,7 +115,7 @@ _ENV = "A variable that all workers get; NAME alone takes the value that it has 
     "--hang-timeout",
     type=float,
     metavar="SECONDS",
-    help="End or mend a run that gets no further for so long; 0: never.  [default: 600 with mh.Trainer, else never]",
+    help="End or mend a run that gets no further for so long; 0: never.  [default: 600 with a trainer, else never]",
 )
 @click.option(
     "--head-timeout",
@@ -282,11 +282,11 @@ def _job(words: Mapping[str, Any]) -> Job:
     )
     least, most = where.least_and_most()
     hosts, slots = where.named()
-    if hosts and words["workers"] is not None:
+    if words["workers"] is not None and (hosts or where.target_or(hosts) != "local"):
         raise ConfigError(
-            "--workers counts workers on this machine, and other hosts are named",
+            "--workers counts workers on this machine, and others are to train",
             where="--workers",
-            fix="use --workers-per-node",
+            fix="use --workers-per-node, with --nodes or --hosts",
         )
     chosen = words["workers"] if words["workers"] is not None else words["workers_per_node"]
     if chosen is None and slots:

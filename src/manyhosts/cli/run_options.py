@@ -144,6 +144,9 @@ _OURS = {
     **dict.fromkeys(("--host", "--host-list", "-H"), "--hosts"),
     **dict.fromkeys(("--output", "--output-dir", "--out", "--dir", "--save-dir", "-d"), "--run-dir"),
 }
+_GPUS = ("--gpus", "--gpu", "--gpu-ids", "--devices", "-g")
+_LISTED = re.compile(r"\d+(,\d+)+,?")
+"""GPUs by their numbers."""
 _SETTINGS_FILE = ("--config", "--config-file", "--config-name", "-c")
 _RESUMED = ("--resume-from-checkpoint", "--resume-from", "--ckpt-path", "--ckpt", "--checkpoint", "--load")
 """Elsewhere they name a file; here a run directory that holds snapshots is resumed."""
@@ -172,8 +175,8 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
     for place, word in enumerate(ours):
         name, sign, value = word.partition("=")
         if name == "--resume" and (named := value or "".join(ours[place + 1 : place + 2])) not in ("", "last"):
-            is_run = os.sep in named or Path(named).is_dir()
-            last = ["--resume", "last", *([named] if named.endswith(".py") else [])]
+            is_run = not named.startswith("-") and (os.sep in named or Path(named).is_dir())
+            last = ["--resume", "last", *([named] if named.endswith(".py") or named.startswith("-") else [])]
             others = [
                 *ours[:place],
                 *(["--run-dir", named] if is_run else last),
@@ -181,7 +184,7 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
                 *rest,
             ]
             raise ConfigError(
-                f"--resume takes `last` alone, and {named!r} is named",
+                f"--resume takes `last`, and {named!r} comes after it",
                 where=f"--resume {named}",
                 fix=f"type: {shlex.join(['manyhosts', 'run', *others])}",
             )
@@ -197,7 +200,10 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
         left = after[1:] if takes else after
         given = _given(meant, [*ours[:place], *left])
         others = [*ours[:place], *([] if given else meant), *left]
-        fix = f"{f'{given} is given already; ' if given else ''}type: {shlex.join(['manyhosts', 'run', *others])}"
+        chosen = f"CUDA_VISIBLE_DEVICES={value} " if name in _GPUS and _LISTED.fullmatch(value) else ""
+        fix = (
+            f"{f'{given} is given already; ' if given else ''}type: {chosen}{shlex.join(['manyhosts', 'run', *others])}"
+        )
         raise ConfigError(f"`run` has no option {name}", where=shlex.join([name, value] if value else [name]), fix=fix)
 
 
@@ -212,6 +218,10 @@ def _given(meant: Sequence[str], words: Sequence[str]) -> str:
 
 def _meant(name: str, value: str) -> list[str] | None:
     """Our words for option `name`; None where it is not known what was meant."""
+    if name in _GPUS and _LISTED.fullmatch(value):
+        return ["--workers", str(len(value.split(",")))]
+    if _OURS.get(name) in ("--workers", "--nodes") and not re.fullmatch(r"[1-9]\d*(:\d+)?", value):
+        return [_OURS[name], "N"]
     if name in _OURS:
         return [_OURS[name], value or "N"]
     if name in _RESUMED:
@@ -270,7 +280,7 @@ def see_arguments(script: str, arguments: Sequence[str], kind: scripts.Kind = "s
         text = f"{', '.join(found)} {come} after {script} and so {go} to it; options of `{verb}` belong before it"
     elif is_readable and scripts.uses_manyhosts(script, kind) and not script_imports.reads_arguments(path, root):
         text = f"{script} does not read its arguments, so {shlex.join(arguments)} has no effect; settings are changed "
-        text += "before the script, as in --set lr=0.01 (--set help lists them)"
+        text += "before the script, as in --set lr=0.01 (manyhosts run --set help lists them)"
     if text:
         print(f"manyhosts: {text}", file=sys.stderr, flush=True)
 

@@ -150,7 +150,8 @@ def _check_numbers(words: Mapping[str, Any]) -> None:
         value, bound = words[key], float(least.removeprefix("above "))
         if not bound <= value < math.inf or (value == bound and least.startswith("above")):
             option = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{option} is {value}", where=option, fix=f"give a number from {least} on")
+            fix = f"give a number {least}" if least.startswith("above") else f"give a number from {least} on"
+            raise ConfigError(f"{option} is {value}", where=option, fix=fix)
 
 
 def _check_what(path: Path, words: Mapping[str, Any]) -> None:

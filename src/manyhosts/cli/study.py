@@ -109,6 +109,9 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
         from manyhosts.study import proposal
 
         proposal.check(words["proposal"], words["budget"])
+        if words["vary"]:
+            fix = "leave --vary out: a proposal is of one way to train, set by --set"
+            raise ConfigError("--proposal and --vary are both given", where="--vary", fix=fix)
         words = {**words, "budget": words["budget"] or f"{proposal.FEWEST_STEPS} steps"}
         words["repeat"] = words["repeat"] if words["repeat"] > 1 else 3  # else no point has an error
     if words["weak"] is not None and words["weak"] < 1:
@@ -118,7 +121,8 @@ def _asked(script: str, words: dict[str, Any]) -> Asked:
     settings, vary = overrides.parse(words["settings"]), _varied(words["vary"])
     for key, option in _OURS.items():
         if key in vary or (key in settings and key == "duration" and words["budget"] is not None):
-            raise ConfigError(f"both {option} and {key} are given", where=option, fix=f"leave {key} out")
+            given = f"{key} is varied, which {option} is for" if key in vary else f"both {option} and {key} are given"
+            raise ConfigError(given, where=option, fix=f"leave {key} out, and give {option}")
     if not settings.get("seed", "0").isdigit():
         raise ConfigError(f"seed is {settings['seed']!r}", where="--set", fix="give an integer")
     if both := sorted(settings.keys() & vary.keys()):

@@ -179,7 +179,8 @@ def _slots(words: dict[str, Any], hosts: tuple[str, ...]) -> tuple[tuple[Slot, .
     if is_here(words, hosts):
         if words["nodes"] or each:
             fix = "give --workers; or name hosts for --nodes and --workers-per-node"
-            raise ConfigError("trials on this machine have workers, not nodes", where="--nodes", fix=fix)
+            option = "--nodes" if words["nodes"] else "--workers-per-node"
+            raise ConfigError("trials on this machine have workers, not nodes", where=option, fix=fix)
         workers, at_once = words["workers"] or 1, at_once or 1
         own = [_share(os.environ, place, workers, at_once, host_state.cores()) for place in range(at_once)]
         return tuple(Slot(words=(*more, "--workers", str(workers)), environment=each) for each in own), workers, True

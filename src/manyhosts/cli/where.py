@@ -63,7 +63,9 @@ class Where:
         most = self.least_and_most()[1]
         if hosts and most not in (None, len(hosts)):
             raise ConfigError(
-                f"--nodes is {most}, but {len(hosts)} hosts are named", where="--nodes", fix="leave --nodes out"
+                f"--nodes is {self.nodes}, but {len(hosts)} host{'s are' if len(hosts) > 1 else ' is'} named",
+                where="--nodes",
+                fix="leave --nodes out, or name as many hosts",
             )
         return hosts, slots
 
@@ -131,6 +133,8 @@ def hosts_of(words: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
         named = {"hosts": ",".join(hosts) if isinstance(hosts, list) else hosts, "hostfile": table.get("hostfile")}
     hosts, slots = Where(target=words["target"], nodes=None, options=(), **named).named()
     each = words["workers_per_node"]
+    if each is None and isinstance(table.get("workers-per-node"), int):
+        each = table["workers-per-node"]
     if each is None and len(set(slots)) > 1:
         raise ConfigError(
             "the hosts are to have different numbers of workers, so a size is no number of hosts",

@@ -280,8 +280,8 @@ class ModelWatch:
             raise ConfigError(
                 f"the forward pass changes the {kind} {name!r}, and other workers' samples change it otherwise",
                 where=f"rank {next(rank for rank, other in enumerate(others) if other != first)}",
-                fix="sum what it is made of over the workers (torch.distributed.all_reduce) before it is put into the "
-                f"{kind}, change it between steps by what all share, or train in one process",
+                fix="sum what it is made of over the workers (torch.distributed.all_reduce, with weight='samples') "
+                f"before it is put into the {kind}, change it between steps by what all share, or train in one process",
             )
         self.watch.places = [place for place in self.watch.places if place.name not in caches]
 

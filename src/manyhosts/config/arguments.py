@@ -74,6 +74,12 @@ OF_TRAINER = {
 """Of `mh.Trainer`: the name elsewhere, and what to write in its place."""
 OF_RUN = {
     **OF_TRAINER,
+    **dict.fromkeys(("lr", "learning_rate"), "optimizers=lambda params: torch.optim.AdamW(params, lr=1e-3)"),
+    **dict.fromkeys(("criterion", "loss_fn"), "use run.backward(loss) in the step"),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler"), "schedulers=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+    ),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "use run.update(name, clip=1.0)"),
     "model": "use models=",
     "optimizer": "use optimizers=",
     "loss": "use run.backward(loss) in the step",

@@ -11,7 +11,7 @@ Keys are the command line's options without their dashes; `o`, `env` and `set` a
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,12 @@ def read(wanted: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return found, table
 
 
-def words(table: Mapping[str, Any], where: str, known: Iterable[str], lists: Iterable[str]) -> dict[str, Any]:
+def words(
+    table: Mapping[str, Any], where: str, known: Iterable[str], lists: Iterable[str], several: Container[str] = ()
+) -> dict[str, Any]:
     """What the table says, as a command line would: texts, numbers, yes or no, and `K=V` for the options in `lists`.
+
+    Of the options in `several`, which may be given several times, all that a list has.
 
     Raises:
         ConfigError: a key is none of `known`, or its value is of a kind that it cannot have.
@@ -66,7 +70,7 @@ def words(table: Mapping[str, Any], where: str, known: Iterable[str], lists: Ite
                 raise ConfigError(f"{key} is {value!r}", where=where, fix=f'write it as {key} = {{ NAME = "value" }}')
             said[key] = tuple(f"{name}={_text(each)}" for name, each in value.items())
         elif isinstance(value, list) and all(isinstance(each, str) for each in value):
-            said[key] = ",".join(value)
+            said[key] = tuple(value) if key in several else ",".join(value)
         elif isinstance(value, str | int | float):
             said[key] = value
         else:

@@ -53,7 +53,7 @@ def parse(words: Iterable[str]) -> dict[str, str]:
         overrides[key.strip()] = text.strip()
     check_keys(overrides, overrides)
     for key, text in overrides.items():
-        check_value(key, text, where="--set")
+        check_value(key, text, where="--set", others=overrides)
     return overrides
 
 
@@ -83,10 +83,11 @@ def of_file(path: Path) -> dict[str, str]:
     for key, value in (found if isinstance(found, dict) else {"": found}).items():
         inside = value.items() if isinstance(value, dict) and key in _SECTIONS else [(None, value)]
         for field, each in inside:
-            if not key or isinstance(each, list | dict):
+            if not key or not isinstance(key, str) or isinstance(each, list | dict):
                 kind = "a list" if isinstance(each, list) else "a section" if isinstance(each, dict) else "a word"
+                kind = kind if isinstance(key, str) else f"a {type(key).__name__} in YAML"
                 raise ConfigError(
-                    f"{key or 'the file'} is {kind}, and a setting is one value",
+                    f"{key or 'the file'} is {kind}, and a setting is one value under its name",
                     where=f"--set {path}",
                     fix="write a line key: value for each; snapshots, early_stopping, best and mesh have indented ones",
                 )
@@ -94,7 +95,7 @@ def of_file(path: Path) -> dict[str, str]:
             overrides[key if field is None else f"{key}.{field}"] = text
     check_keys(overrides, overrides, where=f"--set {path}")
     for key, text in overrides.items():
-        check_value(key, text, where=f"--set {path}")
+        check_value(key, text, where=f"--set {path}", others=overrides)
     return overrides
 
 
@@ -129,7 +130,8 @@ def check_keys(
             what = f"{key!r} is the name of several settings, and none itself"
             raise ConfigError(what, where=where, fix=f"set one of {', '.join(own)}; more: manyhosts run --set help")
         if key in _IN_SCRIPT:
-            what = f"{key!r} is given in the script alone, as mh.Trainer({key}=…)"
+            face = "mh.Run" if key in ("models", "optimizers", "schedulers", "evaluate") else "mh.Trainer"
+            what = f"{key!r} is given in the script alone, as {face}({key}=…)"
             raise ConfigError(what, where=where, fix="change it there; a run directory is named by --run-dir")
         raise ConfigError(
             f"there is no setting named {key!r}",
@@ -188,8 +190,12 @@ def in_our_words(key: str, text: str) -> str:
 _AMOUNT = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 
 
-def check_value(key: str, text: str, *, where: str) -> None:
-    """Raise ConfigError where `text` can be no value of `key`, whatever the other settings are.
+_DEPEND = {"fragments", "overlap_steps", "sync_at_most", "dedicated"}
+"""Settings of strategies whose range other settings decide."""
+
+
+def check_value(key: str, text: str, *, where: str, others: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise ConfigError where `text` can be no value of `key`, whatever the settings are that `others` does not have.
 
     What else a value must fit (the strategy, the size of a batch) is known to the run alone.
     """
@@ -205,7 +211,12 @@ def check_value(key: str, text: str, *, where: str) -> None:
             if key in ("duration", "validate_every"):
                 Duration.parse(text, where=where)
         else:
-            _replace(BY_NAME[_strategies_with(key)[0]](), {key: text}, "")
+            kind = BY_NAME[_strategies_with(key)[0]]
+            own = {each.name: others[each.name] for each in dataclasses.fields(kind) if each.name in others}
+            _read(text, types_of := typing.get_type_hints(kind)[key], key)
+            _check_word(text, types_of, key)
+            if key not in _DEPEND or len(own) > 1:
+                _replace(kind(), {**own, key: text}, "")
     except ConfigError as error:
         raise ConfigError(error.what, where=f"{where} {key}={text}", fix=error.fix) from error
 

@@ -29,7 +29,7 @@ class ProfileRequest:
             ConfigError: it is none of these.
         """
         amount, sign, names = text.partition("@")
-        duration = Duration.parse(amount, where=_WHERE)
+        duration = Duration.parse(amount, where=_WHERE, fix=_FIX)
         if duration.steps is None or duration.epochs is not None or duration.seconds is not None:
             raise ConfigError(f"a profile is of some steps, and {amount!r} is none", where=_WHERE, fix=_FIX)
         if not sign:

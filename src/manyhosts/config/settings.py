@@ -31,7 +31,7 @@ class Settings:
     micro_batch_size: int | None = None
     """Most samples in one forward pass. None: all that a worker has in a step."""
     evaluation_batch_size: int | None = None
-    """Most samples in one forward pass of validation and test. None: as in training."""
+    """Most samples in one forward pass of validation and test, on each worker; else `micro_batch_size`, or a batch."""
     drop_last: bool = False
     shuffle: bool = True
     loader_workers: int | Literal["auto"] = 0

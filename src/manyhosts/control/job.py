@@ -98,7 +98,7 @@ class Job:
 
     def __post_init__(self) -> None:
         counts: Sequence[tuple[str, Any, float, float]] = (
-            ("--workers", self.workers_per_node, 1, MOST_WORKERS),
+            ("--workers-per-node" if self.hosts else "--workers", self.workers_per_node, 1, MOST_WORKERS),
             ("slots", max(self.workers_of.values(), default=1), 1, MOST_WORKERS),
             ("--nodes", self.nodes, 1, MOST_WORKERS),
             ("--restarts", self.restarts, 0, math.inf),
@@ -112,9 +112,11 @@ class Job:
                 raise ConfigError(f"{name} is {count}", where=name, fix=f"give {most:,} or fewer")
         if wrong := [rank for rank in self.show if not 0 <= rank < self.workers and self.workers_are_chosen]:
             raise ConfigError(
-                f"there is no rank {wrong[0]} among {self.workers} workers",
+                f"there is no rank {wrong[0]} among {self.workers} worker{'s' * (self.workers > 1)}",
                 where="--show",
-                fix=f"give ranks from 0 to {self.workers - 1}, as in --show 0 or --show 0,1",
+                fix=f"give ranks from 0 to {self.workers - 1}, as in --show 0 or --show 0,1"
+                if self.workers > 1
+                else "give --show 0, or leave it out: there is one worker",
             )
         Range.of(self.ports)
         if self.hang_timeout_s is not None and not (

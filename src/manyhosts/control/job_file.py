@@ -28,7 +28,7 @@ def without_hidden(job: Job) -> Job:
     """`job` without the values that are shown nowhere: of variables the names, of what was typed the names, too."""
     environment = {**job.environment, **dict.fromkeys(hidden(job), HIDDEN)}
     words = list(job.words)
-    for number, word in enumerate(words):
+    for number, word in enumerate(words[: len(words) - len(job.arguments) - 1]):  # what comes after is the script's
         option, between, given = word.partition("=")
         if option == "--env" and "=" in given:
             words[number] = f"--env={given.partition('=')[0]}"  # by name, as it may be typed

@@ -115,7 +115,9 @@ def join(wish: Wish) -> int:
         raise LaunchError(
             f"the head of {offer.run} has no place for this host: {offer.refused}",
             where=wish.place,
-            fix="start the run with more --nodes; with MIN:MAX hosts come while it continues",
+            fix="end the other `manyhosts join` first, or join from another machine"
+            if "already" in offer.refused
+            else "start the run with more --nodes; with MIN:MAX hosts come while it continues",
         )
     _see_versions(offer, wish.place)
     _see_files(offer, wish.folder)
@@ -223,7 +225,9 @@ def _see_versions(offer: Offer, place: str) -> None:
                 f"this host has {f'{package} {here[package]}' if here[package] else f'no {package}'}, and the run"
                 f" {wanted if here[package] else f'has {package} {wanted}'}",
                 where=sys.executable,
-                fix=version_check.remedy(package, wanted, sys.executable),
+                fix=version_check.remedy(
+                    package, wanted, sys.executable, named="type `manyhosts join` of its environment"
+                ),
             )
 
 

@@ -34,7 +34,8 @@ class Data:
         test: what `test` evaluates, likewise.
         batch_size: samples of one optimizer step, over all workers.
         batch_size_per_worker: the other way: samples per worker, so that the batch grows with the workers.
-        evaluation_batch_size: most samples in one forward pass of an evaluation; as in training where it is not given.
+        evaluation_batch_size: most samples in one forward pass of an evaluation, on each worker; where it is not
+            given, `micro_batch_size`, or else the entire `batch_size`.
         loader_workers: processes per worker that fetch samples ahead; 0 fetches in the worker itself, `"auto"`
             times the first batches and starts as many as are needed.
         shuffle: whether each epoch has a new order.
@@ -73,6 +74,13 @@ class Data:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.collate = collate
+        if is_several(train):
+            given = ", ".join(map(str, train))  # type: ignore[call-overload]
+            raise ConfigError(
+                f"the train set is a dict of {given or 'nothing'}, and training has one set",
+                where="mh.Data(train=…)",
+                fix="give one of them, or torch.utils.data.ConcatDataset([first, second])",
+            )
         for name in ("validation", "test"):
             _check_names(name, getattr(self, name))
         for name, dataset in self.sets().items():
@@ -179,7 +187,8 @@ def _lost_with_loader(loader: DataLoader[Any], *, is_train: bool) -> str:
     sampler, found = getattr(loader, "sampler", None), ""
     batches = getattr(loader, "batch_sampler", None)
     own = batches if batches is not None and type(batches) is not BatchSampler else sampler
-    if not isinstance(own, SequentialSampler | RandomSampler | DistributedSampler | type(None)):
+    draws = isinstance(own, RandomSampler) and (own.replacement or own._num_samples is not None)
+    if draws or not isinstance(own, SequentialSampler | RandomSampler | DistributedSampler | type(None)):
         kind = type(own).__name__
         found = (
             f". Its {kind} would be lost with that: {SAMPLER if is_train else _SUBSET}"
@@ -193,6 +202,17 @@ def _lost_with_loader(loader: DataLoader[Any], *, is_train: bool) -> str:
     return found
 
 
+def _also(loader: DataLoader[Any], name: str) -> str:
+    """What else is to be written for a loader of the training set."""
+    drops = ", drop_last=True" * (loader.drop_last and name == "train")
+    return drops + (f", loader_workers={loader.num_workers}" if loader.num_workers else "")
+
+
+def reads_in_shards(train: object) -> bool:
+    """Whether the training set is a stream of which each worker reads a shard of its own."""
+    return isinstance(train, IterableDataset) and hasattr(train, "shard")
+
+
 def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fine: bool) -> None:
     """See that `dataset`, the `name` set, can be read on any number of workers.
 
@@ -202,7 +222,10 @@ def check_dataset(name: str, dataset: Dataset[Any], *, where: str, is_stream_fin
     """
     if isinstance(dataset, DataLoader):
         size = "batch_size" if name == "train" else "evaluation_batch_size"
-        given = f"mh.Data({name}=loader.dataset, {size}={dataset.batch_size or 64})"
+        several, _, one = name.partition("/")
+        given = f"{several}={{{one!r}: loader.dataset, …}}" if one else f"{name}=loader.dataset"
+        of_each = name == "train" and getattr(dataset.sampler, "num_replicas", 1) > 1
+        given = f"mh.Data({given}, {size}{'_per_worker' * of_each}={dataset.batch_size or 64}{_also(dataset, name)})"
         raise ConfigError(
             f"the {name} set is a DataLoader, whose order and batches would depend on the number of workers",
             where=where,

@@ -69,10 +69,15 @@ class Fetcher:
         try:
             return collated(self.collate, samples, self.seed, epoch, int(indices[0]))
         except Exception as cause:
+            own = self.collate is not default_collate
+            place = refusals.place_in_script(cause) or "mh.Data(collate=…)"
+            said = f"{type(cause).__name__}: {cause}" if own else str(cause)
             raise DataError(
-                f"samples {_few(indices)} of the {self.name} set cannot be put into one batch: {cause}",
-                where="collate",
-                fix="make every sample the same shape and type, or pass mh.Data(collate=…)",
+                f"samples {_few(indices)} of the {self.name} set cannot be put into one batch: {said}",
+                where=place if own else "collate",
+                fix="mend what collate does with these samples"
+                if own
+                else "make every sample the same shape and type, or pass mh.Data(collate=…)",
             ) from cause
 
     def _at_once(self, indices: Indices) -> list[Any] | None:

@@ -77,7 +77,13 @@ class Order(Sampler[list[int]]):
         """
         rest = samples % self._order.batch
         smallest = min(samples, self._order.batch if self._order.drop_last or not rest else rest)
-        if smallest < self.size or not self._order.steps_per_epoch:
+        if not self._order.steps_per_epoch:
+            raise ConfigError(
+                f"a batch has {self._order.batch} samples, and an epoch {samples}: drop_last leaves no batch",
+                where="mh.Order(batch_size=…)",
+                fix=f"give batch_size={max(1, samples)} or less, or leave drop_last out",
+            )
+        if smallest < self.size:
             raise ConfigError(
                 f"a batch of an epoch has {smallest} samples, and there are {self.size} workers, each of which needs "
                 "one",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -321,5 +321,10 @@ def mapped(batch: Any, change: Any) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(mapped(item, change) for item in batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(item, change) for key, item in batch.items()}
+        changed = {key: mapped(item, change) for key, item in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return changed
+        of_its_kind = copy(batch)  # a BatchEncoding, say, has methods that a script uses
+        of_its_kind.update(changed)
+        return of_its_kind
     return batch

@@ -158,7 +158,8 @@ class Request:
                 )
         for key in _REQUIRED.get(self.to, ()):
             if key not in self.options:
-                fix = f"-o {key}=…: {known[key]}; `manyhosts deploy --to docker` writes what builds one"
+                builds = "; `manyhosts deploy --to docker` writes what builds one" if key == "image" else ""
+                fix = f"-o {key}=…: {known[key]}{builds}"
                 raise ConfigError(f"--to {self.to} needs to know {key}", where=f"-o {key}", fix=fix)
         for key in ("min", "max", "cpu", "per-instance"):
             text = self.options.get(key, "1")

@@ -209,7 +209,11 @@ def _of_script(hosts: Sequence[Facts], mine: Facts | None, *, shares_disk: bool)
     if not any(host["script"] for host in asked):
         return
     level: Level = "error" if shares_disk else "note"
-    fix = "put it where all hosts see it" if shares_disk else "nothing need be done: `manyhosts run` brings it there"
+    fix = (
+        "put it where all hosts see it"
+        if shares_disk
+        else "nothing need be done: `manyhosts run` brings it there, where it is below the working directory"
+    )
     usual = Counter(_identity(host["script"]) for host in asked if host["script"]).most_common(1)[0][0]
     usual, than = (_identity(mine), "this machine's") if _identity(mine) else (usual, "that of most others")
     for host in asked:
@@ -224,8 +228,14 @@ def _of_script(hosts: Sequence[Facts], mine: Facts | None, *, shares_disk: bool)
 def _of_data(hosts: Sequence[Facts], path: str) -> Iterator[Finding]:
     having = [(host["name"], host["data"][path]) for host in hosts if path in host.get("data", {})]
 
+    slash = "" if any(found and found.get("kind") == "file" for _, found in having) else "/"
+
     def finding(level: Level, what: str, host: str) -> Finding:
-        fix = f"bring it there: rsync -a FROM:{path}/ {path}/" if level == "error" else "name a smaller folder"
+        fix = (
+            f"bring it there: rsync -a FROM:{path}{slash} {path}{slash}"
+            if level == "error"
+            else "name a smaller folder"
+        )
         return Finding(level=level, check="data", what=what, where=f"host {host}, {path}", fix=fix)
 
     known = [_identity(found) for _, found in having if found and "sha256" in found]

@@ -59,14 +59,18 @@ def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Find
                 f"{package} is {found.get(package, 'missing')}, not {versions[package]}" for package in other[:_MOST]
             ]
             more = f", and {len(other) - _MOST} more" if len(other) > _MOST else ""
-            wanted = " ".join(f"{package}=={versions[package]}" for package in other[:_MOST] if package != "python")
+            wanted = " ".join(
+                f"{package}=={versions[package].partition('+')[0]}"
+                for package in other[:_MOST]
+                if package not in ("python", "manyhosts")
+            )
             yield Finding(
                 level="error",
                 check="lock",
                 what=f"host {name} is not as {NAME} has it: {'; '.join(said)}{more}",
                 where=f"host {name}, {host['executable']}",
-                fix=(f"{host['executable']} -m pip install {wanted}" if wanted else "give it that Python")
-                + "; or, where the new versions are wanted, manyhosts env lock again",
+                fix=(f"{host['executable']} -m pip install {wanted}" if wanted else "give it that version")
+                + "; or, where the new versions are wanted, manyhosts env lock again, with the same --hosts",
             )
         for what in ("gpus", "cores", "memory"):
             if name in kept and then.get(what) != now[what]:
@@ -75,7 +79,8 @@ def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Find
                     check="lock",
                     what=f"host {name} had {what} {then.get(what)} when {NAME} was written, and has {now[what]}",
                     where=f"host {name}",
-                    fix="see whether that is meant: results and times may differ; manyhosts env lock again takes it up",
+                    fix="see whether that is meant: results and times may differ; manyhosts env lock again, with "
+                    "the same --hosts, takes it up",
                 )
 
 

@@ -193,6 +193,7 @@ class Rendezvous:
                     lost=self.work.lost,
                     steps_redone=redone,
                     seconds_lost=lost_s,
+                    workers=self.world.size,
                     time=now,
                 )
             )
@@ -217,12 +218,19 @@ def make(
 ) -> Any:
     """Make a call that is made again from its beginning where workers are lost in it: all of them call `once`.
 
+    One that a callback makes is a part of the call under way.
+
     Where the others have finished it, it gives what they have got; without an outcome, `once` is called alone.
     `most`, `survives`, `layout`: see `CollectiveCalls.begin`. `provider`: of the trainer whose run records losses;
     where that has begun none, the last run of the script does.
     """
+    if calls.under_way:
+        return once()  # where it breaks off, the call that it is a part of does it again
     if not calls.begin(most=most, survives=survives, layout=layout):
-        return once()
+        try:
+            return once()
+        finally:
+            calls.under_way = False
     own = provider if provider is not None and provider.records is not None else None
     rendezvous = Rendezvous(calls, RestartedCall(lambda: own or calls.last_provider), most=most)
     found: list[Any] = []

@@ -31,6 +31,8 @@ class CollectiveCalls:
         """This worker's place where several make one copy of the model, as the last call that began had it."""
         self.new = world.is_joining
         """Whether this worker has yet to be given the state of the others."""
+        self.under_way = False
+        """Whether a call has begun and is not over: one that a callback makes in it is a part of it."""
         self._providers: weakref.WeakValueDictionary[int, StateProvider] = weakref.WeakValueDictionary()
 
     def add(self, number: int, provider: StateProvider) -> None:
@@ -55,7 +57,7 @@ class CollectiveCalls:
 
         Returns whether others continue where workers are lost.
         """
-        self.number += 1
+        self.number, self.under_way = self.number + 1, True
         self.layout = layout
         membership = self.world.membership
         if membership is None or self.over:
@@ -70,14 +72,14 @@ class CollectiveCalls:
 
     def done(self, outcome: Any) -> None:
         """The call is over on every worker, and this is what came out, in plain values."""
-        self.world.in_doubt = False
+        self.world.in_doubt = self.under_way = False
         membership = self.world.membership
         if membership is not None and not self.over and not membership.joins:
             membership.done(self.number, outcome)
 
     def fail(self) -> None:
         """The call ended in a way that others do not know of: this worker's place in the script is no longer known."""
-        self.world.in_doubt = True
+        self.world.in_doubt, self.under_way = True, False
         self._withdraw()
 
     def _withdraw(self) -> None:

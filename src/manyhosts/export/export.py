@@ -186,6 +186,9 @@ def named_function(word: str, run: TrainedRun) -> Any:
     try:
         function = getattr(importlib.import_module(module), name) if module else run.names[name]
     except (ImportError, AttributeError, KeyError) as cause:
+        if isinstance(cause, ImportError) and getattr(cause, "name", None) not in (module, module.partition(".")[0]):
+            what = f"the module {module} cannot be imported: {first_line(cause)}"
+            raise ConfigError(what, where="--preprocess", fix="see that what it imports is installed") from cause
         where = f"the module {module}" if module else f"the script {Path(run.record.script).name}"
         raise ConfigError(
             f"there is no function {name!r} in {where}",

@@ -59,17 +59,17 @@ _TROUBLES = [
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         "host {host} shows another key than the one that is known of it",
-        "if it was installed again, `ssh-keygen -R {host}` forgets the old key; if not, somebody may be in between",
+        "if it was installed again, `ssh-keygen -R {known}` forgets the old key; if not, somebody may be in between",
     ),
     (
         r"Host key verification failed|No \S+ host key is known",
         "the key of host {host} is not known here",
-        "type `ssh {host}` once, compare the key that it shows, and say yes",
+        "type `ssh {typed}` once, compare the key that it shows, and say yes",
     ),
     (
         r"Permission denied",
         "host {host} does not let us in: it takes none of our keys",
-        "`ssh-copy-id {host}` brings your key there; see also User and IdentityFile in ~/.ssh/config",
+        "`ssh-copy-id {typed}` brings your key there; see also User and IdentityFile in ~/.ssh/config",
     ),
     (
         _CLOSED,
@@ -219,7 +219,7 @@ class Connection:
             raise LaunchError(
                 f"host {self.host} refused: {said['trouble']}",
                 where=f"host {self.host}",
-                fix=f"look at that with `ssh {self.host}`",
+                fix=f"look at that with `ssh {as_typed(self.host)}`",
             )
         return said["answer"]
 
@@ -282,8 +282,8 @@ class Connection:
         return _Silent(
             f"host {self.host} takes connections, but said nothing within {seconds:.0f} s",
             where=f"host {self.host}",
-            fix=f"see with `ssh {self.host}` whether it is frozen, waits for a file system that is away, or reads"
-            " standard input in a start file (~/.bashrc)",
+            fix=f"see with `ssh {as_typed(self.host)}` whether it is frozen, waits for a file system that is away, or"
+            " reads standard input in a start file (~/.bashrc)",
         )
 
     def _is_answered_without_input(self) -> bool:
@@ -363,7 +363,9 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: 
         )
     for pattern, what, fix in _TROUBLES:
         if found := re.search(pattern, said):
-            words = {"host": host, **found.groupdict()}
+            name, port = hostfile.destination(host)
+            known = shlex.quote(f"[{name.rpartition('@')[2]}]:{port}") if port else name.rpartition("@")[2]
+            words = {"host": host, "typed": as_typed(host), "known": known, **found.groupdict()}
             kind = Unreachable if pattern in _MAY_PASS else LaunchError
             return kind(what.format(**words), where=where, fix=fix.format(**words))
     last = next((line for line in reversed(said.splitlines()) if line), f"exit code {code}")
@@ -373,7 +375,13 @@ def trouble(host: str, code: int, said: str, pythons: Sequence[str], container: 
             where=where,
             fix="see that it is on and that its cable is in, and start the run again",
         )
-    return LaunchError(f"ssh to host {host} failed: {last}", where=where, fix=f"see what `ssh {host}` says")
+    return LaunchError(f"ssh to host {host} failed: {last}", where=where, fix=f"see what `ssh {as_typed(host)}` says")
+
+
+def as_typed(host: str) -> str:
+    """How one writes `host` after `ssh`: `-p 2222 me@name` for `me@name:2222`."""
+    name, port = hostfile.destination(host)
+    return f"-p {port} {name}" if port else name
 
 
 def _started(words: Sequence[str]) -> subprocess.Popen[bytes]:

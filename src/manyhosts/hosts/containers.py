@@ -133,7 +133,9 @@ def rebuilt(container: Container, package: str, version: str) -> str:
 
 def installable(package: str, version: str) -> str:
     """What pip is given for `version` of `package`: ours is the wheel that `pip wheel` makes of its source."""
-    return f"manyhosts-{version}-py3-none-any.whl" if package == "manyhosts" else f"{package}=={version}"
+    return (
+        f"manyhosts-{version}-py3-none-any.whl" if package == "manyhosts" else f"{package}=={version.partition('+')[0]}"
+    )
 
 
 def to_have_the_same(image: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import threading
 import time
@@ -101,7 +102,9 @@ def _below(folder: Path, word: str) -> Iterator[str]:
         raise ConfigError(
             f"{word} is not below the working directory, so hosts have no place for it",
             where=f"--bring {word}",
-            fix=f"put a link to it here (ln -s {place} .), and bring that",
+            fix="name a folder that is in it"
+            if place == folder
+            else f"put a link to it here (ln -s {shlex.quote(str(place))} .), and bring that",
         )
     if not place.exists():
         raise ConfigError(f"there is no {word}", where=f"--bring {word}", fix="name a file or a folder that is here")

@@ -47,11 +47,13 @@ class Files:
     """What stays although the user may expect it there: secrets, and what git ignores."""
 
     @classmethod
-    def to_bring(cls, folder: Path, *, leave_out: Sequence[Path] = (), needed: str = "") -> Files:
+    def to_bring(
+        cls, folder: Path, *, leave_out: Sequence[Path] = (), needed: str = "", most: float = _MOST_BYTES
+    ) -> Files:
         """What every host needs of `folder`. `leave_out` are paths that it does not; `needed` is one that it does.
 
         Raises:
-            ConfigError: it is more than 2 GiB.
+            ConfigError: it is more than `most`, 2 GiB.
         """
         choice = _Choice.of(folder, frozenset(leave_out), needed)
         sizes: dict[str, int] = {}
@@ -64,7 +66,7 @@ class Files:
                 total += state.st_size
                 if path.endswith(_DECIDING):
                     stamps[path] = (state.st_size, state.st_mtime_ns)
-            if total > _MOST_BYTES:
+            if total > most:
                 raise ConfigError(
                     "the working directory has more than 2 GiB to be brought to every host",
                     where=str(folder),

@@ -12,6 +12,11 @@ from pathlib import Path
 from manyhosts.errors import ConfigError
 
 _WRITE = "write names, addresses, user@name or user@name:port; an address of IPv6 with a port as [fd00::1]:22"
+_WRITE_LINE = (
+    "write name, name slots=4, or name port=2222, on each line; an address of IPv6 between brackets: [fd00::1]"
+)
+_MOST_SLOTS = 512
+"""More are a port that was meant: a hostfile has workers after a colon, as Open MPI's."""
 _HOST = re.compile(
     r"(\[(?P<inside>[\w:.%]+)\]|(?P<name>[^:\[\]\s]+))(:(?P<port>\d+))?|(?P<bare>[\w.%]*:[\w.%]*:[\w:.%]*)", re.ASCII
 )
@@ -49,23 +54,14 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
         ) from cause
     slots: dict[str, int | None] = {}
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if not words:
+        if not line.partition("#")[0].split():
             continue
-        name, count, port = words[0], "", ""
-        if found := re.fullmatch(r"([^:]+|.*\]):([^:\]]*)", name):  # not an address of IPv6 without brackets
-            name, count = found.groups()
-        for word in words[1:]:
-            count = word.removeprefix("slots=") if word.startswith("slots=") else count
-            port = word.removeprefix("port=") if word.startswith("port=") else port
-        if port:
-            name = f"[{name}]:{port}" if ":" in name and "[" not in name else f"{name}:{port}"
-        if count and not re.fullmatch(r"[1-9]\d*", count):
-            raise ConfigError(
-                f"cannot read {line.strip()!r}", where=f"{path}, line {number}", fix="write it as: name slots=4"
-            )
-        _see(name, f"{path}, line {number}")
-        slots[name] = int(count) if count else None
+        where = f"{path}, line {number}"
+        name, count = _of_line(line.partition("#")[0].strip(), where)
+        if name in slots:
+            fix = "name it once: name slots=2 gives it two workers"
+            raise ConfigError(f"{name} is named twice", where=where, fix=fix)
+        slots[name] = count
     if not slots:
         raise ConfigError("no host is named", where=str(path), fix="write a host on each line")
     counts = tuple(count for count in slots.values() if count is not None)
@@ -77,6 +73,30 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
             fix="say how many workers each host is to have, or say it of none",
         )
     return tuple(slots), counts
+
+
+def _of_line(line: str, where: str) -> tuple[str, int | None]:
+    """The host of a line, and how many workers it is to have."""
+    words = line.split()
+    name, count, port = words[0], "", ""
+    if found := re.fullmatch(r"([^:]+|.*\]):([^:\]]*)", name):  # not an address of IPv6 without brackets
+        name, count = found.groups()
+    for word in words[1:]:
+        count = word.removeprefix("slots=") if word.startswith("slots=") else count
+        port = word.removeprefix("port=") if word.startswith("port=") else port
+        if not word.startswith(("slots=", "port=", "max_slots=", "max-slots=")):
+            raise ConfigError(f"cannot read {word!r} of {line!r}", where=where, fix=_WRITE_LINE)
+    if count and (not re.fullmatch(r"[1-9]\d*", count) or int(count) > _MOST_SLOTS):
+        is_port = count.isdecimal() and int(count) > _MOST_SLOTS and f":{count}" in words[0]
+        fix = f"{count} would be workers; where it is a port: {name} port={count}" if is_port else _WRITE_LINE
+        raise ConfigError(f"cannot read {line!r}", where=where, fix=fix)
+    if port:
+        name = f"[{name}]:{port}" if ":" in name and "[" not in name else f"{name}:{port}"
+    try:
+        _see(name, where)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=where, fix=_WRITE_LINE) from error
+    return name, int(count) if count else None
 
 
 def destination(host: str, where: str = "--hosts") -> tuple[str, str]:

@@ -160,9 +160,9 @@ def counts(package: str, version: str) -> str:
     return version.partition("+")[0]
 
 
-def remedy(package: str, version: str, python: str) -> str:
-    """How `version` of `package` comes to a host whose Python is `python`."""
+def remedy(package: str, version: str, python: str, *, named: str = "name one with -o python=PATH") -> str:
+    """How `version` of `package` comes to a host whose Python is `python`; `named`: how another Python is named."""
     if package == "python":
         short = counts(package, version)
-        return f"install Python {short} there with the same packages, or name one with -o python=PATH"
+        return f"install Python {short} there with the same packages, or {named}"
     return f"install the same there: {python} -m pip install {containers.installable(package, version)}"

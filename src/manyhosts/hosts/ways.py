@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from manyhosts.cluster.findings import Finding
 
 LET_THEM_MEET = (
-    "workers talk on ports that the system chooses: let the firewalls of these two hosts pass all TCP between"
-    " them, and see that these addresses are of one network"
+    "workers talk on ports that the system chooses, or on those of --ports A-B: let the firewalls of these two hosts"
+    " pass TCP on them between each other, and see that these addresses are of one network"
 )
 """What helps hosts that do not reach each other."""
 MAKE_A_NETWORK = (

@@ -125,7 +125,7 @@ class Background:
         deadline = time.monotonic() + patience_s
         if not _is_held(run_dir / "detached") and run_lock.goes_on(run_dir):
             what = "this job has ended, and its run was begun again in a terminal"
-            raise ConfigError(what, where=name, fix=f"name the directory: manyhosts cancel {run_dir}")
+            raise ConfigError(what, where=name, fix=f"name the directory: manyhosts cancel {shlex.quote(str(run_dir))}")
         if _is_held(run_dir / "detached"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state["process"], signal.SIGTERM)

@@ -70,7 +70,7 @@ def seconds(given: Mapping[str, str], key: str) -> int | None:
     """
     if key not in given:
         return None
-    limit = Duration.parse(given[key], where=f"-o {key}")
+    limit = Duration.parse(given[key], where=f"-o {key}", fix="write it as 8h, or 90 min")
     if limit.seconds is None:
         raise ConfigError(f"{key} is {given[key]!r}", where=f"-o {key}", fix="write it as 8h, or 90 min")
     return int(limit.seconds)

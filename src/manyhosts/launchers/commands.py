@@ -43,6 +43,6 @@ def run_command(words: Sequence[str]) -> str:
         raise LaunchError(
             f"{words[0]} refused: {said[-1] if said else f'exit code {done.returncode}'}",
             where=" ".join(words),
-            fix=f"the options that go to it are given with -o; {words[0]} itself explains what it takes",
+            fix=f"{words[0]} itself explains what it takes; what a run gives with -o goes to it",
         )
     return done.stdout

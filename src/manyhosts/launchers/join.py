@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import socket
@@ -201,7 +202,8 @@ def _is_any(address: str) -> bool:
 def _offer(job: Job) -> Offer:
     """What hosts must have to be of use: the same files and versions."""
     needed = job.program if job.kind == "script" else ""
-    files = Files.to_bring(job.folder, leave_out=[job.run_dir], needed=needed)
+    # Hosts have the files already; so data may be as large as it likes.
+    files = Files.to_bring(job.folder, leave_out=[job.run_dir], needed=needed, most=math.inf)
     hashes = contents.Hashes()
     deciding = {*files.stamps, *({needed} & set(files.paths))}
     reported = {path: hashes.of(job.folder / path) for path in sorted(deciding) if (job.folder / path).is_file()}

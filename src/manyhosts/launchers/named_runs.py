@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import time
@@ -222,7 +223,7 @@ class InTerminal:
         if owner is not None and run_lock.goes_on(directory.path):
             return Status(state="running", reason=f"process {owner.process} on {owner.host}", hosts=hosts, log=log)
         try:
-            summary = Summary.read(directory.summary)
+            summary = Summary.of_last_start(directory.path)
         except ConfigError:
             if was_interrupted(directory.path):
                 return Status(state="cancelled", reason=INTERRUPTED, hosts=hosts, log=log)
@@ -289,6 +290,7 @@ class InTerminal:
         if not _is_run(path):
             fix = f"give the directory of a run, the handle that `manyhosts run --detach` printed, or `{LAST}`"
             if (path / "study.json").exists():
-                fix = f"it is a study: manyhosts watch {name}, or name one of its runs: manyhosts runs {name}"
+                points = shlex.quote(str(path / "points"))
+                fix = f"it is a study: manyhosts watch {name}, or name one of its runs: manyhosts runs {points}"
             raise no_run(path, "this folder holds no run", fix=fix)
         return RunDirectory(path)

@@ -183,7 +183,7 @@ def _reserve(ray: Any, asked: Mapping[str, Any]) -> Any:
         ray.util.remove_placement_group(group)
         wanted = f"{len(asked['bundles'])} nodes with {asked['bundles'][0]}"
         raise LaunchError(
-            f"Ray found no {wanted} free within {_PATIENCE_S} s; it has {len(alive)} nodes",
+            f"Ray found no {wanted} free within {_PATIENCE_S} s; it has {len(alive)} node{'s' * (len(alive) != 1)}",
             where="the Ray cluster",
             fix="see `ray status`; ask for fewer --nodes, or for less with -o cpus= and -o gpus=",
         )

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import stat
 import sys
@@ -25,6 +26,7 @@ from manyhosts.launchers.script_imports import imports_manyhosts
 from manyhosts.records import run_directory, run_lock
 from manyhosts.records.json_text import parsed
 from manyhosts.records.run_directory import has_content
+from manyhosts.records.summary import Summary
 from manyhosts.table import nearest
 
 _READ = ("run.json", "metrics.jsonl", "summary.json", run_directory.HEAD, run_lock.NAME)
@@ -35,7 +37,7 @@ Kind = Literal["script", "module", "executable"]
 
 _OF_SETTINGS = "name the script; a .yaml file of settings goes before it, as --set FILE"
 _NO_SCRIPTS = {
-    ".sh": "start it as it is, with --no-python before it",
+    ".sh": "`manyhosts run --no-python ./FILE.sh` starts it as it is, where `chmod +x` has let it be started",
     ".yaml": _OF_SETTINGS,
     ".yml": _OF_SETTINGS,
     ".ipynb": "in a notebook call mh.launch.run(function), or save its code as a .py file",
@@ -71,9 +73,9 @@ def check(program: str, kind: Kind) -> None:
         ConfigError: there is no such script or executable.
     """
     if kind == "executable" and shutil.which(program) is None:
-        raise ConfigError(
-            f"there is no executable {program!r}", where="PATH", fix="see that it is installed and may be executed"
-        )
+        fix = f"write ./{program}, and see that `chmod +x` lets it be started" if Path(program).is_file() else ""
+        fix = fix or "see that it is installed and may be executed"
+        raise ConfigError(f"there is no executable {program!r}", where="PATH", fix=fix)
     if kind == "module" and (program.endswith(".py") or "/" in program):
         name = program.removesuffix(".py").strip("./").replace("/", ".")
         raise ConfigError(f"{program!r} is a file, and no module", where="-m", fix=f"write -m {name}, or leave -m out")
@@ -98,7 +100,7 @@ def _instead_of(path: Path) -> str:
         return f"it is the name of a module: manyhosts run -m {path.name}"
     names = sorted(other.name for other in path.absolute().parent.glob("*.py"))
     if not names:
-        return f"`manyhosts init {path.parent}` writes one that runs"
+        return f"`manyhosts init {shlex.quote(str(path.parent))}` writes one that runs"
     return f"{nearest(path.name, names) or nearest(f'{path.name}.py', names)}in that folder: {', '.join(names[:5])}"
 
 
@@ -211,8 +213,8 @@ def unfinished(program: str, kind: Kind) -> Path | None:
     except ConfigError:
         return None
     status = ""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        status = str(parsed((newest / "summary.json").read_bytes())["status"])
+    with contextlib.suppress(ConfigError, OSError):
+        status = Summary.of_last_start(newest).status
     goes_on = status in ("completed", "stopped early") or run_lock.goes_on(newest)
     return None if goes_on or not any((newest / "snapshots").glob("step-*")) else newest
 

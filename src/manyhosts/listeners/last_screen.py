@@ -39,7 +39,7 @@ def last_screen(summary: Summary, folder: Path) -> str:
     rows.append(_row("time", _time(summary)))
     rows += _where_it_went(summary.step_seconds)
     if summary.bytes_sent_per_step:
-        rows.append(_row("sent", f"{bytes_in_words(summary.bytes_sent_per_step)} per step and worker"))
+        rows.append(_row("sent", f"{bytes_in_words(summary.bytes_sent_per_step)} per step, by rank 0"))
     if summary.restarts:
         cost = f"{amount(summary.steps_redone, 'step')} redone, {seconds_in_words(summary.seconds_lost)} lost"
         cost += f", {amount(summary.samples_lost, 'sample')} computed again" if summary.samples_lost else ""

@@ -99,6 +99,8 @@ class CSVLogger(Logger):
         super().__init__()
         self.path = Path(path)
         self._columns: list[str] = []
+        self._has_old_test = False
+        """Whether a test that the table has may be made again: a run that is over was begun again."""
 
     def flush(self) -> None:
         """Have every line in the file."""
@@ -107,12 +109,16 @@ class CSVLogger(Logger):
     def begin_at(self, step: int) -> None:
         """Leave of the table what is true of the run until `step`."""
         kept = [row for row in self._read() if int(row["step"]) <= step] if step else []
+        self._has_old_test = bool(kept)
         self._columns = self._columns if kept else ["step", "time"]
         self._replace(kept)
 
     def write(self, rows: Sequence[Row]) -> None:
         """Add lines; a new column has the table written again."""
         lines = [{"step": str(row.step), "time": f"{row.time:.3f}", **_texts(row.values)} for row in rows]
+        if self._has_old_test and (tested := [line["step"] for line in lines if _is_test(line)]):
+            self._replace([row for row in self._read() if row["step"] not in tested or not _is_test(row)])
+            self._has_old_test = False
         old = self._read() if not self._columns else None
         if new := [name for name in dict.fromkeys(key for line in lines for key in line) if name not in self._columns]:
             before = self._read() if old is None else old
@@ -139,6 +145,10 @@ class CSVLogger(Logger):
             writer.writeheader()
             writer.writerows(rows)
         os.replace(half, self.path)
+
+
+def _is_test(line: Mapping[str, str]) -> bool:
+    return any(text for name, text in line.items() if name.startswith("test/"))
 
 
 def _texts(values: Mapping[str, float]) -> dict[str, str]:

@@ -53,7 +53,7 @@ class ShowProgress:
         self._recent: deque[tuple[float, int, float]] = deque()
         """Of each report of new steps: when, their samples, and the seconds they took."""
         self._epoch: EpochDone | None = None
-        self._loss_since, self._samples_since = 0.0, 0
+        self._loss_since = self._weight_since = 0.0
         """Of the steps since the last line that reported their loss."""
         self._background_writer: BackgroundWriter[Event] = BackgroundWriter(
             self._show_events, every_s=_EVERY_S, name="shows progress"
@@ -81,8 +81,10 @@ class ShowProgress:
                 self._say_epoch(None)
             if isinstance(event, StepDone):
                 new_steps.append(event)
-                self._loss_since += event.loss * event.samples
-                self._samples_since += event.samples
+                weight = event.samples if event.weight is None else event.weight
+                if weight and math.isfinite(event.loss):  # else it was left out
+                    self._loss_since += event.loss * weight
+                    self._weight_since += weight
             else:
                 self._say(event)
         if new_steps:
@@ -104,6 +106,8 @@ class ShowProgress:
                 self._voice.say(paint(f"snapshot {event.path.name} is left out: {event.reason}", "yellow"))
             case Recovered():
                 self._restarts += 1
+                if event.rewound:
+                    self._loss_since = self._weight_since = 0.0
                 cost = f"{amount(event.steps_redone, 'step')} redone, {seconds_in_words(event.seconds_lost)} lost"
                 also = f"; lost with it: {event.lost}" if event.lost else ""
                 self._voice.say(paint(f"continued {event.how} after {event.reason}: {cost}{also}", "yellow"))
@@ -143,9 +147,9 @@ class ShowProgress:
             parts = [f"epoch {done}/{epochs}" if epochs else f"epoch {done}", figure("loss", epoch.train_loss)]
         else:
             parts = [f"step {news.step}"]
-            if self._samples_since:
-                parts.append(figure("loss", self._loss_since / self._samples_since))
-        self._loss_since, self._samples_since = 0.0, 0
+            if self._weight_since:
+                parts.append(figure("loss", self._loss_since / self._weight_since))
+        self._loss_since = self._weight_since = 0.0
         if validation is not None:
             best = paint("  ★ best", "green") if validation.best else ""
             parts.append(f"validation: {figures(validation.values, ', ')}{best}")

@@ -37,8 +37,8 @@ _PARTS = ("compute", "communication_exposed", "data_wait", "snapshot_stall")
 class Figures:
     """Events of a run as families of metrics. Events come from the loop, and `collect` from a server's thread."""
 
-    def __init__(self, record: RunRecord, *, restarts: int, families: Any) -> None:
-        """`families`: the module `prometheus_client.core`."""
+    def __init__(self, record: RunRecord, *, restarts: int, families: Any, started: RunStarted | None = None) -> None:
+        """`families`: the module `prometheus_client.core`. `started`: of a run that another worker has begun."""
         self._families, self._lock = families, threading.Lock()
         self._host, self._workers, self._restarts = socket.gethostname(), record.workers, restarts
         self._steps = self._samples = 0
@@ -47,7 +47,7 @@ class Figures:
         self._validation: dict[str, float] = {}
         self._times: tuple[WorkerTimes, ...] = ()
         self._slow: dict[tuple[str, str], float] = {}
-        self._is_training = False
+        self._is_training = started is not None
 
     def hear(self, event: Event) -> None:
         """Take note of `event`."""
@@ -58,8 +58,10 @@ class Figures:
                     self._recent.append(event)
                     while self._recent[0].time < event.time - _RECENT_S:
                         self._recent.popleft()
-                case RunStarted() | RunEnded():
-                    self._is_training = isinstance(event, RunStarted)
+                case RunStarted():
+                    self._is_training, self._steps = True, event.step
+                case RunEnded():
+                    self._is_training = False
                 case ValidationDone():
                     self._validation = dict(event.values)
                 case WorkersTimed():
@@ -70,6 +72,7 @@ class Figures:
                         self._slow[event.who, event.cause] = event.factor
                 case Recovered():
                     self._restarts += 1
+                    self._times, self._workers = ((), event.workers) if event.workers else (self._times, self._workers)
 
     def collect(self) -> Iterator[Any]:
         """Every family, as Prometheus' library asks for them."""
@@ -122,7 +125,9 @@ class Figures:
 class ServeMetrics:
     """Lets Prometheus fetch the metrics of a run, until it is closed."""
 
-    def __init__(self, place: MetricsPort, record: RunRecord, *, restarts: int = 0) -> None:
+    def __init__(
+        self, place: MetricsPort, record: RunRecord, *, restarts: int = 0, started: RunStarted | None = None
+    ) -> None:
         """Begin to serve.
 
         Raises:
@@ -136,7 +141,8 @@ class ServeMetrics:
                 where=WHERE,
                 fix=f"{sys.executable} -m pip install prometheus_client",
             ) from cause
-        self._figures = Figures(record, restarts=restarts, families=importlib.import_module("prometheus_client.core"))
+        families = importlib.import_module("prometheus_client.core")
+        self._figures = Figures(record, restarts=restarts, families=families, started=started)
         registry = library.CollectorRegistry()
         registry.register(self._figures)
         _close_those_at(place)

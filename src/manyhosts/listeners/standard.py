@@ -40,14 +40,13 @@ def standard(
     def show(summary: Summary, event: Event) -> None:
         to.say(last_screen(summary, run.path) if isinstance(event, RunEnded) else row_of_test(summary.test))
 
-    restarts, place = Place.from_environment().restart, metrics_port.asked()
-    if started is not None:
-        restarts = max(restarts, metrics.restarts())  # another worker has seen them
+    # Those that another worker has seen, or that came before a resume, are on record.
+    restarts, place = max(Place.from_environment().restart, metrics.restarts()), metrics_port.asked()
     served: list[Listener] = []
     if place is not None:
         from manyhosts.listeners.prometheus import ServeMetrics  # and with it a server, where it is asked for
 
-        served.append(ServeMetrics(place, record, restarts=restarts))
+        served.append(ServeMetrics(place, record, restarts=restarts, started=started))
     return [
         *served,
         WriteMetrics(metrics),

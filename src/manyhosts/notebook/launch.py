@@ -150,7 +150,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         hosts: names that ssh knows; this machine where there are none.
         nodes: hosts that are rehearsed on this machine.
         restarts: how often all workers start again after a failure.
-        hang_timeout_s: how long workers may get no further. 0: for ever. None: 600 s where they use mh.Trainer.
+        hang_timeout_s: how long workers may get no further. 0: for ever. None: 600 s where they use a trainer.
         environment: variables of the workers.
         run_dir: where the record is kept; `runs/NAME-TIME` where it is not given.
         display: where lines appear.

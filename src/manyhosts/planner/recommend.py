@@ -70,10 +70,13 @@ def recommend(found: Sequence[Prediction]) -> Recommendation:
     best = _best(steady)
     if best is None:
         least = min(found, key=lambda each: each.memory.total, default=None)
+        of_memory = least is None or "there are" in least.why_not
         raise ConfigError(
             "the training fits on none of these machines" + ("" if least is None else f": {least.why_not}"),
             where="--machines" if any(each.machines for each in found) else "--workers",
-            fix="take machines with more memory, or cut the passes: --set micro_batch_size=…",
+            fix="take machines with more memory, or cut the passes: --set micro_batch_size=…"
+            if of_memory
+            else "ask for fewer workers, or a larger batch: --set batch_size=…",
         )
     others = [each for each in steady if each.fits and each is not best]
     alone = [each for each in found if each.fits and each.strategy not in SAME_STEPS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,14 +32,14 @@ def no_run(path: Path, holds: str, *, fix: str = "give the directory of a run, s
     """
     what = holds if path.is_dir() else "this is a file" if path.exists() else "there is no such folder"
     if path.is_dir() and (inside := _runs_in(path)):
-        fix = f"name a run in it: the newest is {inside[-1]}, and `manyhosts runs {path}` lists them"
+        fix = f"name a run in it: the newest is {inside[-1]}, and `manyhosts runs {shlex.quote(str(path))}` lists them"
     elif found := next((each for each in path.parents if path.exists() and (each / "run.json").exists()), None):
         fix = f"name its run: {found}"
     elif not path.exists():
         there = {each.name: each for folder in (path.parent / "runs", path.parent) for each in _runs_in(folder)}
         if near := get_close_matches(path.name, there, 1):
             found = there[near[0]]
-            fix = f"did you mean {found}? `manyhosts runs {found.parent}` lists what is there"
+            fix = f"did you mean {found}? `manyhosts runs {shlex.quote(str(found.parent))}` lists what is there"
     return ConfigError(what, where=str(path), fix=fix)
 
 

@@ -15,6 +15,8 @@ def to_words(value: Any) -> Any:
     """`value`, and what is inside it, with each number that is none as its word."""
     if isinstance(value, dict):
         return {str(key): to_words(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_words(inner) for inner in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -26,4 +28,6 @@ def from_words(value: Any) -> Any:
     """`value`, and what is inside it, with each of the words as its number."""
     if isinstance(value, dict):
         return {key: from_words(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [from_words(inner) for inner in value]
     return _NUMBERS.get(value, value) if isinstance(value, str) else value

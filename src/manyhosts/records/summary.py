@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from array import array
@@ -76,11 +77,28 @@ class Summary:
     """Over the parameters and buffers in name order: equal hash, equal bits."""
     seconds: float
     """From the first start to the end, without the time between an orderly end and continuing later."""
+    worker_seconds: float | None = None
+    """The same, of every worker that there was meanwhile; None where an older version wrote the record."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def write(self, path: Path) -> None:
         """Write the summary to `path`, completely or not at all. NaN and infinity become words, as in the metrics."""
         write_json(path, to_words(dataclasses.asdict(self)))
+
+    @classmethod
+    def of_last_start(cls, run_dir: Path) -> Summary:
+        """The summary of the run in `run_dir`, if it is of the run's last start.
+
+        Raises:
+            ConfigError: see `read`; or the run was begun again since it was written.
+        """
+        path, begun = run_dir / "summary.json", 0.0
+        with contextlib.suppress(OSError):
+            begun = (run_dir / "run.json").stat().st_mtime
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < begun:
+                raise ConfigError("the run was begun again since its summary was written", where=str(path))
+        return cls.read(path)
 
     @classmethod
     def read(cls, path: Path) -> Summary:
@@ -90,7 +108,8 @@ class Summary:
             ConfigError: there is none, a field is missing, or another version of manyhosts wrote it.
         """
         fields = read_json(path, version=SCHEMA_VERSION, written_by=" (see `versions` in run.json)")
-        given_later = {"network", "compression_reason", "samples_lost"}  # an older file is none the worse without them
+        # An older file is none the worse without them.
+        given_later = {"network", "compression_reason", "samples_lost", "worker_seconds"}
         names = [entry.name for entry in dataclasses.fields(cls)]
         missing = [name for name in names if name not in fields and name not in given_later]
         if missing:
@@ -137,10 +156,12 @@ class Story:
         self.last_step = 0
         self.epoch = -1
         self.loss_sum, self.loss_weight = 0.0, 0.0
-        self.seconds = 0.0
+        self.seconds = self.worker_seconds = 0.0
+        self._workers: int | None = None
+        """Those that there are; None where that is not on record."""
         self._running_since: float | None = None
-        self._before: tuple[int, float] = (-1, 0.0)
-        """Steps and seconds when the run was last started after an orderly end."""
+        self._before: tuple[int, float, float] = (-1, 0.0, 0.0)
+        """Steps, and seconds of the run and of its workers, when the run was last started after an orderly end."""
 
     def hear(self, line: Line) -> None:
         """Take the next line."""
@@ -162,6 +183,8 @@ class Story:
             setattr(self, kind, line)
         if kind != "test":
             self._clock(kind, line["time"])
+        if kind in ("start", "restart"):
+            self._workers = line.get("workers") or self._workers
 
     def summary(self, record: RunRecord, *, failure: str = "") -> Summary:
         """Of all that was heard: see `summarise`."""
@@ -198,6 +221,7 @@ class Story:
             test=self.test.get("values", {}),
             weights_sha256=end.get("weights_sha256", ""),
             seconds=round(self.seconds, 6),
+            worker_seconds=round(self.worker_seconds, 6) if math.isfinite(self.worker_seconds) else None,
         )
 
     def _step(self, line: Line) -> None:
@@ -225,12 +249,14 @@ class Story:
         """Count from each start, or what led to it, to the end; a run that broke off continues counting."""
         if self._running_since is not None:
             self.seconds += time - self._running_since
+            self.worker_seconds += (self._workers or math.nan) * (time - self._running_since)
         elif kind != "start":
             return
         else:
-            self._before = (len(self.totals), self.seconds)
+            self._before = (len(self.totals), self.seconds, self.worker_seconds)
         if kind == "end" and self._before[0] == len(self.totals) > 0:
-            self.seconds = self._before[1]  # asked for again when it was over: it has only said so
+            # Asked for again when it was over: it has only said so.
+            self.seconds, self.worker_seconds = self._before[1:]
         self._running_since = None if kind == "end" else time
 
     def step_seconds(self) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 
 from manyhosts.errors import ConfigError
@@ -120,7 +122,7 @@ def _again(run: Run, found: Provenance | None) -> Iterator[str]:
     lines, said = again(run)
     if found is not None:
         yield "With its run directory, uncommitted changes included:"
-        yield f"```bash\nmanyhosts reproduce {run.directory.path.name}\n```"
+        yield f"```bash\nmanyhosts reproduce {shlex.quote(os.path.relpath(run.directory.path))}\n```"
         digests = [[name, digest] for name, digest in sorted(found.code.files.items())]
         yield _table([["code", "sha256"], *digests])
         yield "Without it:"

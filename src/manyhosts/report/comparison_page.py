@@ -103,7 +103,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str], *, column: int) -> str:
     found = [
         figure(
             "Training loss",
-            [_curve(name, run.history.loss.blocks(), column) for name, run in zip(names, runs, strict=True)],
+            [_curve(name, run.history.loss.points(), column) for name, run in zip(names, runs, strict=True)],
             x=below,
             integral_x=full,
         )
@@ -114,10 +114,10 @@ def _curves(runs: Sequence[Run], names: Sequence[str], *, column: int) -> str:
             for name, run in zip(names, runs, strict=True)
         ]
         found.append(figure(f"Validation {title}", validated, x=below, integral_x=full))
-    speeds = [_curve(name, run.history.speed.blocks(), column) for name, run in zip(names, runs, strict=True)]
+    speeds = [_curve(name, run.history.speed.points(), column) for name, run in zip(names, runs, strict=True)]
     found.append(figure("Speed of steps, in samples per second", speeds, x=below, integral_x=full))
     if column:
-        rates = [_curve(name, run.history.rate.blocks(), column) for name, run in zip(names, runs, strict=True)]
+        rates = [_curve(name, run.history.rate.points(), column) for name, run in zip(names, runs, strict=True)]
         found.append(figure("Learning rate", rates, x=below, integral_x=full))
     return grid(found) or paragraphs(["None of them has a step on record."])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,13 @@ class History:
         return self.clock(self.periods[-1].end) if self.periods else 0.0
 
     @property
+    def trained_s(self) -> float:
+        """As a limit on time counts it: what a snapshot had, and the time since. Work that was lost is not in it."""
+        if not self.start:
+            return self.seconds
+        return float(self.start.get("seconds_done", 0.0)) + self.periods[-1].end - float(self.start["time"])
+
+    @property
     def times(self) -> Windows:
         """Those of all workers, or of rank 0 where the record has no others."""
         return self.workers if self.workers.blocks() else self.rank_0
@@ -131,12 +139,23 @@ class History:
         step, total = self.last.get("step", self.start.get("step", 0)), self.start.get("total_steps")
         known = [step / total] if total else []
         if seconds:
-            known.append(self.seconds / seconds)
+            known.append(self.trained_s / seconds)
         return min(1.0, max(known)) if known else None
+
+    @property
+    def epochs(self) -> int | None:
+        """How many the run is to have; None where that is not known. The steps of one may be others than before."""
+        total, per_epoch = self.start.get("total_steps"), self.start.get("steps_per_epoch")
+        if not total or not per_epoch:
+            return None
+        before = float(self.start.get("epochs_done", self.start["step"] / per_epoch))
+        done = math.floor(before + 1e-6)
+        of_this_one = math.floor((before - done) * per_epoch + 1e-6)  # its last step is smaller
+        return int(done + math.ceil((of_this_one + total - self.start["step"]) / per_epoch))
 
     def seconds_left(self, seconds: float | None) -> float | None:
         """By whichever limit comes first, at the pace since the last start; None where that is not known."""
-        left = [max(0.0, seconds - self.seconds)] if seconds else []
+        left = [max(0.0, seconds - self.trained_s)] if seconds else []
         total, begin = self.start.get("total_steps"), self.start.get("step", 0)
         if total and self.last and self.last["step"] > begin:
             pace = (self.last["time"] - self.start["time"]) / (self.last["step"] - begin)
@@ -147,6 +166,9 @@ class History:
         if self.periods:
             self._passed = self.seconds
         self.start, self.end = line, {}
+        for changes in self.slow.values():
+            if changes[-1][1] > 1:
+                changes.append((line["time"], 1.0))  # who is slow now is said again
         self.periods.append(Period(line["time"], line["time"]))
         self._recent.clear()
 
@@ -164,7 +186,7 @@ class History:
         self.loss.add(now, line["step"], line["loss"])
         self.rate.add(now, line["step"], line["lr"])
         if line["seconds"] > 0:
-            self.speed.add(now, line["step"], line["samples"] / line["seconds"])
+            self.speed.add(now, line["step"], line["samples"] / line["seconds"], line["seconds"])
         self.rank_0.add(line["step"], of_step(line))
         self._recent.append((line["time"], line["samples"], line["seconds"]))
         while self._recent[0][0] < line["time"] - _RECENT_S and len(self._recent) > 1:

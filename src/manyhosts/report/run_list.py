@@ -20,6 +20,7 @@ from manyhosts.launchers.named_runs import (
 from manyhosts.records import run_lock
 from manyhosts.records.numbers import to_words
 from manyhosts.records.run_directory import RunDirectory
+from manyhosts.records.run_record import RunRecord
 from manyhosts.records.summary import Summary
 from manyhosts.report.run import read_run, record_of
 
@@ -41,17 +42,14 @@ class ListedRun:
     steps: int
     seconds: float
     """Of training, without the time between an orderly end and continuing later."""
+    worker_seconds: float
+    """What it has cost: the time of training of every worker."""
     best: Mapping[str, Any]
     """`metric`, `value` and `step` of the best validation; empty where there was none."""
 
-    @property
-    def worker_seconds(self) -> float:
-        """What it has cost: the time of training of every worker."""
-        return self.seconds * (self.workers or 0)
-
     def to_json(self) -> dict[str, Any]:
         """For `--json`; numbers that are none become words."""
-        found: dict[str, Any] = to_words({**asdict(self), "worker_seconds": self.worker_seconds})
+        found: dict[str, Any] = to_words(asdict(self))
         return found
 
 
@@ -75,7 +73,7 @@ def _read(path: Path) -> ListedRun:
             state, reason = ended
         return ListedRun(
             directory=str(path), handle=handle_of(path), script="", state=state, reason=reason, started=None,
-            workers=None, steps=0, seconds=0.0, best={},
+            workers=None, steps=0, seconds=0.0, worker_seconds=0.0, best={},
         )  # fmt: skip
 
 
@@ -95,6 +93,7 @@ def _of(path: Path) -> ListedRun:
         workers=record.workers if record else None,
         steps=summary.steps if summary else 0,
         seconds=summary.seconds if summary else 0.0,
+        worker_seconds=_worker_seconds(summary, record),
         best=summary.best if summary else {},
     )
 
@@ -103,7 +102,12 @@ def _ended(directory: RunDirectory) -> Summary | None:
     """What came out of a run that is over: read at once, where its lines, which may be millions, need not be."""
     with contextlib.suppress(ConfigError, OSError):
         if not run_lock.goes_on(directory.path):
-            begun = directory.run_json.stat().st_mtime if directory.run_json.exists() else 0.0
-            if directory.summary.stat().st_mtime >= begun:
-                return Summary.read(directory.summary)
+            return Summary.of_last_start(directory.path)
     return None
+
+
+def _worker_seconds(summary: Summary | None, record: RunRecord | None) -> float:
+    if summary is None:
+        return 0.0
+    of_last = record.workers if record else 0  # an older record does not say how many there were before
+    return summary.seconds * of_last if summary.worker_seconds is None else summary.worker_seconds

@@ -26,6 +26,8 @@ from manyhosts.study.columns import COLOURS, SHORT
 from manyhosts.study.times import CAUSES
 from manyhosts.units import bytes_in_words, seconds_in_words
 
+_MUCH = 0.01
+"""Of the time of all steps and what lies between them: less than that is not worth a sentence."""
 _NOT_BEGUN = "Its workers have not begun to train, so there is nothing to show yet."
 
 
@@ -83,7 +85,7 @@ def result(run: Run) -> list[tuple[str, str]]:
         cost += f", {amount(summary.samples_lost, 'sample')} computed again" if summary.samples_lost else ""
         found.append(("restarts", f"{summary.restarts}: {cost}"))
     if summary.bytes_sent_per_step:
-        found.append(("sent", f"{bytes_in_words(summary.bytes_sent_per_step)} per step and worker"))
+        found.append(("sent", f"{bytes_in_words(summary.bytes_sent_per_step)} per step, by rank 0"))
     if summary.weights_sha256:
         found.append(("hash of the weights", summary.weights_sha256))
     return found
@@ -96,6 +98,7 @@ def _total(run: Run) -> str:
     seconds = run.spent.seconds
     total = sum(max(0.0, value) for value in seconds.values()) or 1.0
     pieces, at = [], 0.0
+    lost = run.history.seconds - total
     for cause in CAUSES:
         share = max(0.0, seconds[cause]) / total
         if share:
@@ -104,8 +107,9 @@ def _total(run: Run) -> str:
         at += share
     seen = [cause for cause in CAUSES if seconds[cause] > 0.0005 * total]
     keys = [(f"{SHORT[cause]} {100 * seconds[cause] / total:.1f} %", COLOURS[cause]) for cause in seen]
+    after = f" Work that was lost, and the time down: {seconds_in_words(lost)} more." if lost > _MUCH * total else ""
     drawn = strips([Strip("start to end", pieces, seconds_in_words(total))], label="The time of the entire run")
-    return drawn + legend(keys) + paragraphs(["Each step, on average:"])
+    return drawn + legend(keys) + paragraphs([f"Each step, on average:{after}"])
 
 
 def settings_of(record: RunRecord) -> dict[str, str]:

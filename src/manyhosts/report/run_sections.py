@@ -42,10 +42,10 @@ def current_facts(run: Run) -> list[tuple[str, str]]:
     """Its state, in words: for the head of a page."""
     history, last = run.history, run.history.last
     found = [("status", run.status + (f": {run.reason}" if run.reason else ""))]
-    total, per_epoch = history.start.get("total_steps"), history.start.get("steps_per_epoch")
+    total = history.start.get("total_steps")
     if last:
         done = f"{last['step']:,}" + (f" of {total:,}" if total else "")
-        epochs = f", epoch {last['epoch'] + 1}" + (f" of {-(-total // per_epoch)}" if total and per_epoch else "")
+        epochs = f", epoch {last['epoch'] + 1}" + (f" of {history.epochs}" if history.epochs else "")
         found.append(("step", done + epochs))
         found.append(("training loss", number(last["loss"])))
     if history.validation:
@@ -67,13 +67,13 @@ def current_facts(run: Run) -> list[tuple[str, str]]:
 def curves(run: Run) -> str:
     """Loss, every metric, learning rate and speed, against steps."""
     history = run.history
-    trained = Curve("training", [(step, loss) for _, step, loss in history.loss.blocks()])
+    trained = Curve("training", [(step, loss) for _, step, loss in history.loss.points()])
     names = sorted({name for _, _, values in history.validations for name in values} - {"loss"})
     validated = {name: Curve("validation", validation_curve(history, name)) for name in ("loss", *names)}
     found = [plot("Loss", [trained, validated["loss"]], x="step", integral_x=True)]
     found += [plot(f"Validation {name}", [validated[name]], x="step", integral_x=True) for name in names]
-    rates = Curve("learning rate", [(step, value) for _, step, value in history.rate.blocks()])
-    speeds = Curve("speed", [(step, value) for _, step, value in history.speed.blocks()])
+    rates = Curve("learning rate", [(step, value) for _, step, value in history.rate.points()])
+    speeds = Curve("speed", [(step, value) for _, step, value in history.speed.points()])
     found.append(plot("Learning rate", [rates], x="step", integral_x=True))
     found.append(plot("Speed of steps, in samples per second", [speeds], x="step", integral_x=True))
     return grid(found) or paragraphs(["No step is on record, so there is nothing to draw yet."])
@@ -189,13 +189,15 @@ def _times_table(totals: dict[Who, Spent]) -> list[list[str]]:
 
 
 def _cells(who: Who, windows: Sequence[Window], low: float, high: float) -> list[Piece]:
-    pieces, count = [], len(windows)
-    for place, window in enumerate(windows):
+    pieces, begin = [], windows[0].first
+    steps = windows[-1].last - begin + 1
+    for window in windows:
         spent = window.times.get(who)
         if spent is not None:
             share = (spent.own_s - low) / (high - low) if high > low else 0.0
             words = f"steps {window.first:,} to {window.last:,}: {_milliseconds(spent.own_s)}"
-            pieces.append(Piece(place / count, (place + 1) / count, shade(share), words))
+            at, until = (window.first - begin) / steps, (window.last + 1 - begin) / steps
+            pieces.append(Piece(at, until, shade(share), words))
     return pieces
 
 

@@ -87,6 +87,8 @@ class Again:
         found, words = self.found, ["run", "--run-dir", str(self.run_dir_again)]
         words += self._options or ["--workers", str(self.record.workers)]
         reported = json.loads(found.environment.get(overrides.VARIABLE, "{}"))
+        if "duration" in reported and "duration" in self.record.overrides:
+            reported["duration"] = self.record.overrides["duration"]  # of the last start: runs are made longer so
         if Duration.parse(str(self.record.settings["duration"])).seconds is not None:
             reported["duration"] = f"{self._steps} steps"  # a clock would end it elsewhere
         for key, value in reported.items():
@@ -94,6 +96,12 @@ class Again:
         is_module = found.kind == "module"
         program = found.program if is_module else str(root / provenance.below(Path(found.code.root), found.program))
         return [*words, *(["-m"] if is_module else []), program, *found.arguments]
+
+    @property
+    def _set_later(self) -> list[str]:
+        """What `--set` gave in the last start and not so in the first, but for the duration."""
+        first, last = json.loads(self.found.environment.get(overrides.VARIABLE, "{}")), self.record.overrides
+        return sorted(key for key in {*first, *last} - {"duration"} if first.get(key) != last.get(key))
 
     def notes(self) -> list[str]:
         """What is to be known before."""
@@ -104,6 +112,10 @@ class Again:
             (
                 hosts > 1 and not self._options,
                 f"the run had {hosts} hosts, and all {self.record.workers} workers are here now",
+            ),
+            (
+                bool(self._set_later),
+                f"{', '.join(self._set_later)} had another value in a later start: here as at the first",
             ),
             (left > 0, f"{left:,} files were read beyond those that the record lists"),
         )

@@ -80,11 +80,11 @@ def look_at_one(location: SnapshotLocation, name: str) -> Condition:
     named = [one for one in found if name in (one.name, one.found.name, str(one.found.step))] if name else found
     chosen = next((one for one in named if one.kind == "whole"), None) or next(iter(named if name else []), None)
     if chosen is None:
-        names = ", ".join(one.name for one in found) or "none"
+        names = ", ".join(one.name for one in found)
         raise SnapshotError(
             f"there is no snapshot {name!r}" if name else "there is no snapshot that is complete",
             where=location.where,
-            fix=f"choose one that is there: {names}",
+            fix=f"choose one that is there: {names}" if found else "see that the run has made one: manyhosts status",
         )
     return chosen
 

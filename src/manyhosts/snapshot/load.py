@@ -99,7 +99,9 @@ def load(path: Path, fits: Fits = everything_fits, *, rank: int = 0, checkers: i
     """
     manifest = read(path)
     if reason := fits(manifest):
-        raise SnapshotError(reason, where=str(path), fix="start in another --run-dir, or take back the change")
+        raise SnapshotError(
+            reason, where=str(path), fix="take back the change, or begin again in another folder (of a run: --run-dir)"
+        )
     others = {name for name, whose in _shares(manifest, checkers).items() if whose != rank}
     verify(path, left_to_others=others if tensors else _of_tensors(manifest))
     headers = headers_of(InFolder(path), manifest)
@@ -173,7 +175,7 @@ def newest(
         f"no snapshot here can be continued from:\n{named}",
         where=str(folder),
         fix="mend what is named above (permissions, a disk that is not there, a changed model), or begin again in "
-        "another --run-dir",
+        "another folder (of a run: --run-dir)",
     )
 
 

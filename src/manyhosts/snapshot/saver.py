@@ -51,6 +51,7 @@ class Saver:
         for batch in loader:
             ...
             saver.after_step()
+    saver.close()
     ```
 
     Rank 0 writes during training; every worker reads. Besides the objects a snapshot has the number of the step and

@@ -27,6 +27,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
     """The `state_dict` of a run's model, on the CPU, with the names that the model itself has.
 
+    Of an `mh.Run` each name begins with its model's: `generator.0.weight`.
     `run_dir` is a run directory, one snapshot, or a file that `Trainer.save` wrote. `weights="best"`: those of the best
     validation, or the newest where the run has no best; `"last"`: the newest. Every byte is checked against its hash; a
     damaged snapshot is named in a warning, and the one before it is taken.
@@ -127,10 +128,15 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
             # Memory of its own for each: the format has no word for two names of one tensor.
+            if other := [name for name, each in state.items() if not isinstance(each, Tensor)]:
+                raise TypeError(
+                    f"{other[0]} is a {type(state[other[0]]).__name__}, and safetensors keeps tensors alone"
+                )
             tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
             save_file(tensors, half, metadata={"format": "pt"})
         else:
-            torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, half)
+            kept = {name: each.detach().cpu() if isinstance(each, Tensor) else each for name, each in state.items()}
+            torch.save(kept, half)
         os.replace(half, path)
     except Exception as cause:  # of many kinds: the disk, a dtype that the format does not know
         said = str(cause).splitlines()[0] if str(cause) else type(cause).__name__

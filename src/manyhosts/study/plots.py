@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,9 @@ def _pictures(study: Study) -> list[tuple[str, str, Callable[[Any], None]]]:
     tests = {name for group in groups.values() for size in group for name in _tests(size)}
     for metric in sorted(tests - {"loss"}):
         title = f"Test {metric} against workers"
-        found.append((f"test-{metric}", title, partial(_metric, groups=groups, metric=metric)))
+        found.append(
+            (re.sub(r"[^\w.=-]+", "_", f"test-{metric}"), title, partial(_metric, groups=groups, metric=metric))
+        )
     return found
 
 

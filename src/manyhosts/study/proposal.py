@@ -167,7 +167,7 @@ def jobs_of(study: Study, job: str) -> list[Job]:
         point = strong[-1].row.point
         assert law is not None, "the loop is empty without a law"
         found.append(
-            _job(study, small, factor * point.workers, factor * point.nodes if point.nodes > 1 else 1,
+            _job(study, small, factor * strong[-1].row.workers, factor * point.nodes if point.nodes > 1 else 1,
                  law.speed_up(times), values, length, measured=False)
         )  # fmt: skip
     return found
@@ -183,6 +183,12 @@ def _job(
         seconds = length.epochs * epoch
     else:
         assert measured_run is not None, "what has a speed-up was measured"
+        if length.steps is None and steps is None:
+            raise ConfigError(
+                "the training set is a stream, and no epoch of it has ended in the study: its length is not known",
+                where="--proposal",
+                fix='say the job in steps: --proposal "100000 steps"',
+            )
         seconds = (
             measured_run.spent.total / measured_run.spent.steps * (length.steps or (length.epochs or 0) * (steps or 1))
         )

@@ -233,6 +233,7 @@ def asked_in(folder: Path) -> Asked:
             nodes=tuple(asked["nodes"]),
             workers_per_node=asked["workers_per_node"],
             hosts=tuple(asked["hosts"]),
+            environment=tuple(asked.get("environment") or ()),
             where=tuple(asked["where"]),
             budget=asked["budget"],
             repeat=asked["repeat"],

@@ -90,19 +90,26 @@ def spent(lines: Iterable[Line]) -> Spent:
     return clock.spent()
 
 
-class Thinned(Blocks[tuple[float, int, float]]):
-    """A curve of any length in a few points: the seconds, the step, and the mean over a block of steps."""
+class Thinned(Blocks[tuple[float, int, float, float]]):
+    """A curve of any length in a few points: the seconds, the step, and the weighted mean over a block of steps.
+
+    A value that is no number counts nothing, so that one bad step does not hide all of its block.
+    """
 
     MOST = 256
 
     @staticmethod
-    def merged(blocks: Sequence[tuple[float, int, float]]) -> tuple[float, int, float]:
-        """The mean, at the last step."""
-        return (*blocks[-1][:2], statistics.fmean(loss for _, _, loss in blocks))
+    def merged(blocks: Sequence[tuple[float, int, float, float]]) -> tuple[float, int, float, float]:
+        """The sums, at the last step."""
+        return (*blocks[-1][:2], sum(each[2] for each in blocks), sum(each[3] for each in blocks))
 
-    def add(self, seconds: float, step: int, loss: float) -> None:
+    def add(self, seconds: float, step: int, value: float, weight: float = 1.0) -> None:
         """One step more."""
-        self.take((seconds, step, loss))
+        self.take((seconds, step, value * weight, weight) if math.isfinite(value) else (seconds, step, 0.0, 0.0))
+
+    def points(self) -> list[tuple[float, int, float]]:
+        """The seconds, the step and the mean of each block."""
+        return [(seconds, step, total / by if by else math.nan) for seconds, step, total, by in self.blocks()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +286,7 @@ class Clock:
             steps=self.steps,
             epoch_seconds=tuple(lasted[epoch] for epoch in self.finished if epoch in lasted),
             validations=tuple(self.validations),
-            losses=tuple(self.losses.blocks()),
+            losses=tuple(self.losses.points()),
             slowest=self.slowest(),
         )
 

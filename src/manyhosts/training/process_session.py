@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from manyhosts.cluster.membership import Membership
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
@@ -73,7 +75,15 @@ class ProcessSession:
         """The workers that this process belongs to. Workers that may change are the same for all its trainers."""
         if self._worlds and self._worlds[0].membership is not None:
             return self._worlds[0]
-        world = World(Place.from_environment(), backend=backend, membership=Membership.from_environment())
+        place = Place.from_environment()
+        if torch.distributed.is_initialized() and (made := torch.distributed.get_world_size()) != place.size:
+            raise ConfigError(
+                f"the script has made a group of {made} processes, and this one was started as 1 of {place.size}",
+                where="init_process_group",
+                fix="leave init_process_group and mp.spawn out, and start the workers: manyhosts run --workers "
+                f"{made} SCRIPT",
+            )
+        world = World(place, backend=backend, membership=Membership.from_environment())
         self._worlds.append(world)
         return world
 

@@ -64,6 +64,22 @@ def _made(step: Callable[[Run], object], run: Run) -> None:
         )
 
 
+class Models(nn.ModuleDict):
+    """All models of a run, by name."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Never to be called: which of them is meant is not known.
+
+        Raises:
+            ConfigError: it is.
+        """
+        raise ConfigError(
+            "the models of a run are called as if they were one",
+            where="mh.Run(models=…)",
+            fix=f"name one: models[{next(iter(self))!r}](batch[0])",
+        )
+
+
 class PartNumbers(Dataset[int]):
     """What is read where a step makes its own data: the number of each part, once in every step."""
 
@@ -177,12 +193,16 @@ class Run(Session):
             )
         if error.where.startswith("mh.Run(evaluate="):
             error.what = error.what.replace("step returned", "evaluate returned", 1)
+            error.fix = error.fix.replace("give it as mh.Run(weight=function(batch) -> number)", "return it as 'count'")
 
     def _check_names(self) -> None:
         for argument, given in (("models", self._models), ("optimizers", self._makers)):
             if not given:
                 fix = f"give {argument}={{name: …}}, or one alone"
                 raise ConfigError(f"{argument} is empty", where=f"mh.Run({argument}=…)", fix=fix)
+        if taken := [name for name in self._models if not name or "." in name or hasattr(nn.ModuleDict, name)]:
+            fix = f"call it {taken[0].replace('.', '_') or 'net'}_model, say"
+            raise ConfigError(f"{taken[0]!r} can be no name of a model", where="mh.Run(models=…)", fix=fix)
         for name in self._makers:
             if unknown := sorted({*name.split("+")} - self._models.keys()):
                 raise ConfigError(
@@ -214,7 +234,7 @@ class Run(Session):
                     where="mh.Run(models=…)",
                     fix="give a module, or a callable that makes one",
                 )
-        return nn.ModuleDict(made)
+        return Models(made)
 
     def _make_optimizers(self, _parameters: Parameters) -> CombinedOptimizer:
         made = {}
@@ -230,9 +250,10 @@ class Run(Session):
             if isinstance(found, Optimizer):
                 check_options(parameters, found, self.world.notes)
             if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
-                what = "cannot be cut into parts: it calls the loss as often as it likes" if found else ""
+                calls = isinstance(found, torch.optim.LBFGS)
+                what = "which calls the loss as often as it likes" if calls else "not a torch.optim.Optimizer"
                 raise ConfigError(
-                    f"optimizer {name!r} is a {type(found).__name__}, {what or 'not a torch.optim.Optimizer'}",
+                    f"optimizer {name!r} is a {type(found).__name__}, {what}",
                     where="mh.Run(optimizers=…)",
                     fix="write lambda params: torch.optim.AdamW(params, lr=1e-3)",
                 )
@@ -299,7 +320,12 @@ class Run(Session):
 
             def forward(models: nn.Module, batch: Any) -> Any:
                 assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
-                return of_inputs(models[name], batch)
+                try:
+                    return of_inputs(models[name], batch)
+                except ConfigError as error:
+                    own = error.fix.replace("lambda model, batch", "lambda models, batch")
+                    error.fix = re.sub(r"\bmodel\(", f"models[{name!r}](", own)
+                    raise
 
         return super().predict(dataset, forward=forward, weights=weights)
 
@@ -383,7 +409,8 @@ class Run(Session):
 
 def _nothing_to_evaluate(_models: nn.Module, _batch: Any) -> Tensor:
     raise ConfigError(
-        "nothing says what the models make of a batch of held-out data",
+        "nothing says what the models make of a batch, which an evaluation asks, and lazy layers that have no shape",
         where="mh.Run(evaluate=…)",
-        fix="give evaluate=function(models, batch) -> loss, or a dict with loss, outputs and targets",
+        fix="give evaluate=function(models, batch) -> loss, or a dict with loss, outputs and targets; of lazy layers, "
+        "or call the model once in the function that makes it",
     )

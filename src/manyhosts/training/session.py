@@ -121,6 +121,10 @@ def _listed(given: Any) -> Any:
     return list(given) if isinstance(given, Iterator) else given
 
 
+def _rates_of(parts: Parts) -> list[float]:
+    return [float(group["lr"]) for group in parts.optimizer.param_groups]
+
+
 def _named(call: str, weights: str) -> str:
     return call if weights == "best" else f"{call}(weights={weights!r})"
 
@@ -188,6 +192,8 @@ class Session:
         self._run: Fit | None = None
         self._ended_with = ""
         """The hash of the weights that the last `fit` has left."""
+        self._rates: list[float] = []
+        """The learning rates that it has left."""
         self._at_end: weakref.finalize[..., Session] | None = None
         """What ends the last run's records: when another one begins, or this object is gone."""
 
@@ -248,6 +254,11 @@ class Session:
             settings = dataclasses.replace(settings, duration=duration)
         if self._at_end is not None:
             self._at_end()
+        if self._rates and self._rates != _rates_of(self.parts):
+            self.world.notes.append(
+                "the learning rate was changed after the last fit, and training continues with that of its snapshot: "
+                "change it in a callback, or give a schedule"
+            )
         directory, listeners = self._place.directory(self.world), self.listeners
         validation = None if self.data.validation is None else self._evaluation("validation")
         if self.parts.watcher is not None:
@@ -268,7 +279,7 @@ class Session:
         self._at_end.atexit = False  # a script that ends closes what is open by itself
         with randomness.undisturbed():
             result = self._run.fit()
-        self._ended_with = result.weights_sha256
+        self._ended_with, self._rates = result.weights_sha256, _rates_of(self.parts)
         return result
 
     def _call(self, name: str, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:

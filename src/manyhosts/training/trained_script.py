@@ -33,7 +33,7 @@ from manyhosts.training.run import Run
 from manyhosts.training.session import Session
 from manyhosts.training.state.registry import put_average, put_one_by_one
 
-_KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size")
+_KEPT = ("seed", "precision", "evaluation_batch_size", "micro_batch_size", "batch_size", "batch_size_per_worker")
 """Settings of the run that decide what a model answers, or how the script's data is read."""
 _WITHOUT = {"compile": "false", "activation_checkpointing": "none", "audit": "none", "balance": "even"}
 """Settings for training alone, some of which need several workers."""
@@ -127,7 +127,8 @@ def open_run(
         raise ConfigError(
             f"the script of this run is gone: {script}",
             where=str(directory.run_json),
-            fix="put it back: it makes the model that the weights belong to",
+            fix="put it back: it makes the model that the weights belong to; what mh.launch.run was given has no "
+            "script, and its model is kept by trainer.save in it",
         )
     with (
         ProcessSession.separate(),
@@ -237,5 +238,5 @@ def _without_fit(script: Path) -> ConfigError:
     return ConfigError(
         "the script ends without calling Trainer.fit, so there is no model to take",
         where=str(script),
-        fix="run the command with the arguments and in the folder that the run was started with",
+        fix="type this in the folder where the run was started: its script runs again, with the run's arguments",
     )

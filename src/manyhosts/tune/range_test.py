@@ -28,7 +28,9 @@ SETTINGS = {
 INSIDE = "manyhosts.tune.in_worker"
 _FALLBACK = (1e-5, 1.0)
 _SMOOTH = 0.9
-_DIVERGED = 4.0
+_DIVERGED = 3.0
+"""Falls that the loss has risen again: what it fell by, and not its level, which may be below zero."""
+_FELL = 0.01
 _BELOW, _GUESS = 300.0, 10.0
 
 
@@ -43,27 +45,27 @@ def ranges(losses: Sequence[float]) -> tuple[float, float, float] | None:
     `losses`: of the steps, in order; what is no number ends them.
     """
     smooth, best, place, diverged = 0.0, math.inf, 0, False
+    first = next(iter(losses), math.nan)
     for step, loss in enumerate(losses):
         smooth = _SMOOTH * smooth + (1 - _SMOOTH) * loss
         value = smooth / (1 - _SMOOTH ** (step + 1))
-        if not math.isfinite(loss) or (step > FEWEST and value > _DIVERGED * best):
+        if not math.isfinite(loss) or (step > FEWEST and first > best and value - best > _DIVERGED * (first - best)):
             diverged = True
             break
         if value < best:
             best, place = value, step
-    first = next((loss for loss in losses), math.nan)
-    if (len(losses) < FEWEST and not diverged) or place < FEWEST or not best < 0.99 * first:
+    if (len(losses) < FEWEST and not diverged) or place < FEWEST or not first - best > _FELL * abs(first):
         return None  # too short, or no rate made the loss fall
     high = rate_of(place)
     return high / _BELOW, high / _GUESS, high
 
 
 def with_rates(
-    kept: KeptTrials, run: Callable[[Place, Sequence[str]], Trial], say: Callable[[str], None]
+    kept: KeptTrials, run: Callable[[Place, Sequence[str]], tuple[Trial, float]], say: Callable[[str], None]
 ) -> tuple[Parameter, ...]:
     """The parameters of the search, `lr` with a range, and its first guess as the first trial.
 
-    `run`: runs words to their end, or to that of the budget.
+    `run`: runs words to their end, or to that of the budget, and says what seconds it cost.
 
     Raises:
         ScriptError: the test has made no step.
@@ -84,13 +86,13 @@ def with_rates(
 
 
 def _tested(
-    kept: KeptTrials, run: Callable[[Place, Sequence[str]], Trial], say: Callable[[str], None]
+    kept: KeptTrials, run: Callable[[Place, Sequence[str]], tuple[Trial, float]], say: Callable[[str], None]
 ) -> tuple[list[float], float]:
     """The lowest and the highest rate, and a first guess where there is one; and the seconds it took."""
     place = Place(kept.folder, "range-test")
     asked = replace(kept.asked, settings={**kept.asked.settings, **SETTINGS})
     more = ["--env", f"{variables.FIRST}={INSIDE}", "--run-dir", str(place.run.path)]
-    done = run(place, asked.command(asked.slots[0], {}, more))
+    done, seconds = run(place, asked.command(asked.slots[0], {}, more))
     lines = metrics.read(place.run.metrics) if place.run.metrics.exists() else []
     losses = [line["loss"] for line in lines if line["event"] == "step"]
     if not losses:
@@ -103,7 +105,7 @@ def _tested(
     if found is None:
         low, high = _FALLBACK
         say(f"its losses do not say which rates are good: {low:g} to {high:g} are tried")
-        return [low, high], done.seconds
+        return [low, high], seconds
     low, guess, high = found
     say(f"rates from {low:.2g} to {high:.2g} are tried, {guess:.2g} first")
-    return [low, high, guess], done.seconds
+    return [low, high, guess], seconds

@@ -119,7 +119,8 @@ class Parameter:
         if self.kind == "int":
             return list(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
         if self.step is None:
-            fix = f"say how many values: --search {self.name}={self.kind}:{self.low:g}:{self.high:g}:5"
+            values = "log:1e-4:1e-1" if self.kind == "auto" else f"{self.kind}:{self.low:g}:{self.high:g}"
+            fix = f"say how many values: --search {self.name}={values}:5"
             raise ConfigError(f"a grid needs single values of {self.name}", where="--search", fix=fix)
         count = int(self.step)
         shares = [place / max(1, count - 1) for place in range(count)]

@@ -176,9 +176,8 @@ class Tuner:
         promised = sum(max(0.0, (needs or 0.0) - each.run.seconds) for each in self.under_way)
         left = self._seconds_left(promised, self.asked.workers)
         if left < (needs or 0.0) + self._stop_s:
-            self.reason = (
-                f"the next trial would take about {needs or self._stop_s:.0f} s, and {max(0.0, left):.0f} s are left"
-            )
+            takes = "takes what is not known yet" if needs is None else f"would take about {needs:.0f} s"
+            self.reason = f"the next trial {takes}, and {max(0.0, left):.0f} s are left"
             return False
         # Until the first one shows what a trial costs, it is alone.
         return needs is not None or not self.under_way or math.isinf(left)
@@ -320,17 +319,22 @@ class Tuner:
     def _count(self) -> None:
         self._others_s = self.kept.seconds(without=[each.trial.number for each in self.under_way])
 
-    def _test_rates(self, signals: Signals, place: Place, words: Sequence[str]) -> Trial:
+    def _test_rates(self, signals: Signals, place: Place, words: Sequence[str]) -> tuple[Trial, float]:
         run = self._start(words, place.log, self.asked.slots[0])
+        begun = None if self.asked.waits_in_queue else 0.0
 
         def look(seconds: float) -> None:
-            self.show(f"range test, {seconds:.0f} s")
-            if self._seconds_left() - seconds <= self._stop_s:
+            nonlocal begun
+            if begun is None and place.run.metrics.exists():  # until then it waits in a queue, which costs nothing
+                begun = seconds
+            spent = 0.0 if begun is None else seconds - begun
+            self.show(f"range test, {spent:.0f} s")
+            if self._seconds_left() - spent <= self._stop_s:
                 run.stop()
 
         run.wait(signals, look)
         signals.check()
-        return run
+        return run, 0.0 if begun is None else run.seconds - begun
 
     def _beat(self) -> None:
         """Show that this search lives, keep what was spent, and look whether others that share the storage died."""

@@ -120,7 +120,7 @@ def _bar(shares: Sequence[float], width: int) -> Text:
 
 def _sparks(run: Run, console: Console) -> str:
     """The training loss from the start on, as wide as there is room."""
-    losses = [loss for _, _, loss in run.history.loss.blocks() if loss - loss == 0]
+    losses = [loss for _, _, loss in run.history.loss.points() if loss - loss == 0]
     if len(losses) < 2:
         return ""
     width = max(10, min(60, console.width - 12))

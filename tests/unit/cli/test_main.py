@@ -123,7 +123,7 @@ WRONG = [
     (["deploy", "--dry-run", "--to", "docker", "nosuch"], "nosuch"),
     (["export", "--dry-run", "--format", "onnx", "--output", "o", "nosuch"], "there is no such folder"),
     (["serve", "--max-body", "nan", "nosuch"], "--max-body is nan"),
-    (["serve", "--timeout", "0", "nosuch"], "give a number from above 0 on"),
+    (["serve", "--timeout", "0", "nosuch"], "give a number above 0"),
     (["serve", "--keep-mb", "3", "nosuch"], "--keep-mb says how much is kept, and nothing is"),
     (["reproduce", "nosuch", "--", "--workers", "2", "--set", "lr=1"], "--set would change more than where"),
     (["reproduce", "nosuch", "--", "--no-prefix"], "it is not said where the workers are"),

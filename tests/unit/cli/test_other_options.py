@@ -138,3 +138,43 @@ def test_arguments_that_nobody_reads_are_said_to_have_no_effect(
     Path("train.py").write_text(source)
     assert main(["run", "--dry-run", "train.py", "--epochs", "5"]) == 0
     assert ("train.py does not read its arguments, so --epochs 5 has no effect" in capsys.readouterr().err) is not reads
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--resume --workers 2 train.py", "manyhosts run --resume last --workers 2 train.py"),
+        ("--gpus 0,1 train.py", "CUDA_VISIBLE_DEVICES=0,1 manyhosts run --workers 2 train.py"),
+        ("--devices auto train.py", "manyhosts run --workers N train.py"),
+        ("--gpus all train.py", "manyhosts run --workers N train.py"),
+    ],
+)
+def test_line_to_type_keeps_every_word_and_is_one_that_is_taken(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *typed.split()]) == 2
+    assert f"type: {meant}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--port", "99999", "RUN"], "give a number from 0 to 65535"),
+        (["run", "--workers", "1", "--show", "1", "train.py"], "there is one worker"),
+        (["run", "--on", "slurm", "--nodes", "4", "--workers", "8", "train.py"], "use --workers-per-node, with"),
+        (["run", "--workers-per-node", "0", "--hosts", "a,b", "train.py"], "--workers-per-node is 0"),
+        (["run", "--no-python", "train.sh"], "write ./train.sh"),
+        (["run", "train.sh"], "`manyhosts run --no-python ./FILE.sh`"),
+        (["study", "--vary", "seed=1,2", "--workers", "1,2", "train.py"], "seed is varied, which --repeat is for"),
+        (["run", "--profile", "20", "train.py"], '--profile "20 steps"'),
+        (["predict", "train.py"], "no verb 'predict'"),
+    ],
+)
+def test_remedy_is_of_what_was_typed(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "train.sh"):
+        (tmp_path / name).touch()
+    assert main(words) == 2
+    assert said in capsys.readouterr().err

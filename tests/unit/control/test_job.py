@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhosts.control import job_file
 from manyhosts.control.job import Job
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.launcher import LAUNCHERS
@@ -70,3 +71,10 @@ def test_unknown_target_lists_those_that_are_known() -> None:
     with pytest.raises(ConfigError) as caught:
         LAUNCHERS.load("locall")
     assert caught.value.fix == "did you mean 'local'? known: " + ", ".join(LAUNCHERS.names())
+
+
+def test_value_that_is_shown_nowhere_is_in_no_line_to_type(tmp_path: Path) -> None:
+    words = ("run", "--env", "TOKEN=s3cret", "--env=KEY=s3cret", "train.py", "--env", "NAME=mine")
+    job = Job(program="train.py", folder=tmp_path, run_dir=tmp_path, arguments=("--env", "NAME=mine"), words=words)
+    typed = ("run", "--env", "TOKEN", "--env=KEY", "train.py", "--env", "NAME=mine")
+    assert job_file.without_hidden(job).words == typed

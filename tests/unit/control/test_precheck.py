@@ -94,7 +94,7 @@ def test_error_ends_the_run_with_one_sentence_that_counts_the_others() -> None:
     assert isinstance(error, LaunchError)
     assert error.what == (
         "the disk of host n0 is nearly full: 1.0 MB are left for the run directory"
-        " (and 1 more: `manyhosts doctor` lists all)"
+        " (and 1 more: `manyhosts doctor` lists all, with the same --hosts, --on or --cluster)"
     )
     assert (scene.begun, error.where, bool(error.fix)) == (False, "host n0, /p/run", True)
 

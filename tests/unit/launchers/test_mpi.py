@@ -50,7 +50,7 @@ def test_no_worker_takes_itself_for_a_rank_of_mpirun() -> None:
 
 
 def test_agent_that_was_started_by_hand_says_so() -> None:
-    with pytest.raises(ConfigError, match="SLURM_PROCID is 'not set'"):
+    with pytest.raises(ConfigError, match="SLURM_PROCID is not set"):
         node.number_in("SLURM_PROCID", {})
 
 

@@ -16,6 +16,8 @@ from manyhosts.cli.main import main
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import detached, named_runs
 from manyhosts.records import run_lock
+from manyhosts.records.metrics import stream
+from manyhosts.records.summary import summarise
 
 
 def begun(folder: Path, at: float) -> Path:
@@ -206,3 +208,15 @@ def test_file_within_a_run_is_answered_with_the_run(runs: Path, capsys: pytest.C
     (runs / "first" / "logs" / "rank-0.log").touch()
     assert main(["report", str(runs / "first" / "logs" / "rank-0.log")]) == 2
     assert f"name its run: {runs / 'first'}" in capsys.readouterr().err
+
+
+def test_run_that_was_continued_and_killed_is_not_over(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = stream(runs / "older" / "metrics.jsonl")
+    summarise(lines, record()).write(runs / "older" / "summary.json")
+    assert main(["status", "runs/older"]) == 0
+    assert "done" in capsys.readouterr().out
+    (runs / "older" / "run.json").touch()  # it was begun again
+    main(["status", "runs/older"])
+    said = capsys.readouterr().out
+    assert "done" not in said
+    assert "it broke off" in said

@@ -359,3 +359,9 @@ def test_job_file_of_another_version_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({"program": "x"}))
     with pytest.raises(ConfigError, match="cannot read what to run"):
         job_file.load(tmp_path / "job.json")
+
+
+def test_log_of_a_run_directory_with_a_space_is_found() -> None:
+    engine = slurm(scontrol=RUNNING.format(log="/home/me/my runs/slurm-4711.log"))
+    found = engine.status("4711")
+    assert (found.log, found.hosts, found.state) == ("/home/me/my runs/slurm-4711.log", "n[1-2]", "running")

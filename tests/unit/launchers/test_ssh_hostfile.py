@@ -53,3 +53,23 @@ def test_mpirun_is_told_no_host_that_it_would_misread(tmp_path: Path) -> None:
     job = Job(program="t.py", folder=tmp_path, run_dir=tmp_path, nodes=2, hosts=("a", "me@b:22"))
     with pytest.raises(ConfigError, match="mpirun takes names"):
         Mpi().plan(job)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "fix"),
+    [
+        ("a\nb\na\n", 3, "name slots=2 gives it two workers"),
+        ("me@a:2222\n", 1, "me@a port=2222"),
+        ("a:22:x\n", 1, "name port=2222"),
+        ("a slot=4\n", 1, "name slots=4"),
+        ("a slots=0\n", 1, "name slots=4"),
+    ],
+)
+def test_line_of_a_hostfile_that_is_not_understood_is_named_with_what_is(
+    text: str, line: int, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        hostfile.in_file(tmp_path / "hosts")
+    assert raised.value.where.endswith(f"hosts, line {line}")
+    assert fix in raised.value.fix

@@ -23,3 +23,16 @@ def test_host_that_was_cut_off_is_told_apart_from_what_else_fails(code: int, sai
     error = trouble("far", code, said, ["python3"])
     assert error.what == expected
     assert isinstance(error, Unreachable) is (expected == "host far does not answer")
+
+
+@pytest.mark.parametrize(
+    ("host", "said", "typed"),
+    [
+        ("me@far:2222", "me@far: Permission denied (publickey).", "`ssh-copy-id -p 2222 me@far`"),
+        ("far", "Permission denied (publickey).", "`ssh-copy-id far`"),
+        ("me@far:2222", "REMOTE HOST IDENTIFICATION HAS CHANGED!", "`ssh-keygen -R '[far]:2222'`"),
+        ("me@far", "Host key verification failed.", "`ssh me@far`"),
+    ],
+)
+def test_what_is_to_be_typed_is_written_as_ssh_takes_it(host: str, said: str, typed: str) -> None:
+    assert typed in trouble(host, 255, said, ["python3"]).fix

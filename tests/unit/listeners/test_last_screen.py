@@ -42,7 +42,7 @@ def test_screen_of_a_run_reads_so() -> None:
         "              waiting for workers  25 %  ███████",
         "              waiting for data     12 %  ███▌",
         "              other                12 %  ███▌",
-        "  sent        1.0 kB per step and worker",
+        "  sent        1.0 kB per step, by rank 0",
         "  run         runs/train-1",
     ]
     assert bare(row_of_test({"loss": 0.06, "accuracy": 0.9861})) == "  test        accuracy 98.61 %   loss 0.0600"

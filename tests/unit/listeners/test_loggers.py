@@ -130,3 +130,11 @@ def test_wandb_writes_files_without_a_network(tmp_path: Path, monkeypatch: pytes
     losses = [(int(row["step"]), float(row["train/loss"])) for row in rows if "train/loss" in row]
     assert losses == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert [float(row["test/loss"]) for row in rows if "test/loss" in row] == [0.25]
+
+
+def test_test_of_a_run_that_is_over_and_asked_again_has_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "values.csv"
+    reported(mh.CSVLogger(path), *STORY)
+    reported(mh.CSVLogger(path), started(3), ended(3), was_tested(3, loss=0.5), was_tested(3, loss=0.75))
+    assert column(path, "test/loss") == [(3, 0.5), (3, 0.75)]
+    assert [step for step, _ in column(path, "train/loss")] == [1, 2, 3]

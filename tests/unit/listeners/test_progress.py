@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,9 @@ def test_end_takes_the_live_line_away_after_everything_else_was_said() -> None:
     assert voice.said[-1].startswith("epoch 1/3")
     listener.close()
     assert voice.closed
+
+
+def test_loss_since_the_last_line_leaves_out_what_was_left_out_and_knows_weights() -> None:
+    steps = [stepped(1, loss=1.0, weight=1.0), stepped(2, loss=3.0, weight=99.0), stepped(3, loss=math.nan)]
+    said = show([started(), *steps, validated(3, loss=0.5)]).said
+    assert any("loss 2.98" in line for line in said)

@@ -166,3 +166,18 @@ def test_port_is_that_of_this_host_unless_an_address_is_given(text: str, place: 
 def test_what_is_no_port_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="as a port"):
         MetricsPort.parse(text)
+
+
+def test_figures_of_a_run_that_was_resumed_or_taken_over_are_those_of_the_run(serve: Serve) -> None:
+    place = MetricsPort(free_port())
+    tell = serve(place, started=started(40))
+    assert fetched(place)["manyhosts_training",] == 1
+    tell(started(40))
+    assert fetched(place)["manyhosts_steps_total",] == 40
+    times = (worker(0, "a", 0.25), worker(1, "b", 0.75))
+    tell(WorkersTimed(step=41, steps=1, workers=times, communication=0.25, time=BEGIN))
+    lost = {"step": 41, "reason": "rank 1 died", "how": "without it", "steps_redone": 0, "seconds_lost": 0.1}
+    tell(Recovered(**lost, time=BEGIN, workers=1))
+    found = fetched(place)
+    assert found["manyhosts_workers",] == 1
+    assert ("manyhosts_step_seconds", "b", "compute", "1") not in found

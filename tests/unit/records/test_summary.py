@@ -18,7 +18,8 @@ from manyhosts.records.summary import Summary, percentile, summarise
 FIELDS = (
     "status reason workers nodes strategy compression precision global_batch lr steps epochs steps_per_epoch "
     "samples_per_second epoch_seconds step_seconds bytes_sent_per_step network compression_reason restarts "
-    "steps_redone samples_lost seconds_lost train_loss validation best test weights_sha256 seconds schema_version"
+    "steps_redone samples_lost seconds_lost train_loss validation best test weights_sha256 seconds "
+    "worker_seconds schema_version"
 )
 
 ALL: list[Event] = [
@@ -220,3 +221,23 @@ def test_summary_that_was_written_before_there_was_a_network_in_it_is_read(tmp_p
     del fields["network"], fields["compression_reason"]
     path.write_text(json.dumps(fields))
     assert Summary.read(path).network == {}
+
+
+def test_time_of_workers_is_that_of_those_that_there_were() -> None:
+    first = [started(workers=8), stepped(1), ended(1, status="interrupted", time=BEGIN + 3600)]
+    later = BEGIN + 9000
+    lost = Recovered(
+        step=2,
+        reason="",
+        how="",
+        steps_redone=0,
+        seconds_lost=0.0,
+        time=later + 1800,
+        workers=1,
+        lost="",
+        samples_lost=0,
+    )
+    second = [started(1, time=later, workers=2), stepped(2, time=later + 1), lost, ended(2, time=later + 3600)]
+    assert summary_of(*first, *second).worker_seconds == pytest.approx(8 * 3600 + 2 * 1800 + 1800)
+    old = [dataclasses.replace(each, workers=0) if isinstance(each, type(started())) else each for each in first]
+    assert summary_of(*old).worker_seconds is None

@@ -10,8 +10,9 @@ from made_runs import HOSTS, make_run, story, timed
 from stories import BEGIN, ended, started, stepped, validated
 
 from manyhosts.errors import ConfigError
-from manyhosts.events import Event
+from manyhosts.events import Event, Slowdown
 from manyhosts.records.metrics import line_of, stream
+from manyhosts.records.numbers import from_words
 from manyhosts.records.summary import PARTS
 from manyhosts.report.history import History
 from manyhosts.report.windows import Spent, Who, Windows, of_workers
@@ -20,7 +21,7 @@ from manyhosts.report.windows import Spent, Who, Windows, of_workers
 def heard(events: Iterable[Event]) -> History:
     history = History()
     for event in events:
-        history.hear(line_of(event))
+        history.hear(from_words(line_of(event)))
     return history
 
 
@@ -107,3 +108,39 @@ def test_worker_that_has_the_rank_of_a_lost_one_has_a_row_of_its_own() -> None:
         windows.add(step, of_workers({"steps": 10, "workers": workers}))
     rows = {str(who): spent.steps for who, spent in windows.total().items()}
     assert rows == {"rank 0 on vm": 20, "rank 1 on vm": 10, "rank 1 on vm (worker 2)": 10, "rank 2 on vm": 10}
+
+
+def test_speed_is_samples_over_seconds_also_where_one_step_is_slow() -> None:
+    steps = [
+        stepped(number, seconds=1.0 if number % 10 == 0 else 0.01, samples=100, time=BEGIN + number)
+        for number in range(1, 5001)
+    ]
+    history = heard([started(), *steps])
+    assert all(value == pytest.approx(1000 / 1.09, rel=0.3) for _, _, value in history.speed.points())
+
+
+def test_loss_that_is_no_number_hides_none_of_the_others() -> None:
+    steps = [stepped(number, loss=float("nan") if number % 20 == 0 else 2.0) for number in range(1, 5121)]
+    points = heard([started(), *steps]).loss.points()
+    assert len(points) <= 256
+    assert {value for _, _, value in points} == {2.0}
+
+
+def test_share_of_a_run_that_is_limited_in_time_counts_neither_lost_work_nor_time_down() -> None:
+    first = [started(), stepped(1, time=BEGIN + 3540)]
+    later = BEGIN + 8 * 3600
+    again = started(1, time=later, seconds_done=1800.0, total_steps=None)
+    history = heard([*first, again, stepped(2, time=later + 300)])
+    assert history.fraction(7200) == pytest.approx(2100 / 7200)
+    assert history.seconds_left(7200) == pytest.approx(5100)
+
+
+def test_epochs_are_counted_by_the_steps_that_they_have_now() -> None:
+    begun = started(40, steps_per_epoch=10, total_steps=70, epochs_done=2.0)
+    assert heard([begun]).epochs == 5
+
+
+def test_who_was_slow_before_a_restart_is_slow_until_then() -> None:
+    slow = Slowdown(step=1, text="slow", what="host", who="host b", factor=3.0, cause="compute", time=BEGIN + 1)
+    history = heard([started(), slow, started(1, time=BEGIN + 10)])
+    assert history.slow["host b"] == [(BEGIN + 1, 3.0), (BEGIN + 10, 1.0)]

@@ -101,7 +101,7 @@ def test_a_scheduler_is_told_how_many_nodes(tmp_path: Path) -> None:
         (["--workers", "1", "--set", "early_stopping.mode=up"], "mode is 'up'"),
         (["--workers", "1", "--price", "-3"], "--price is -3"),
         (["--workers", "1", "--price", "nan"], "--price is nan"),
-        (["--workers", "1", "--vary", "seed=1,2"], "both --repeat and seed"),
+        (["--workers", "1", "--vary", "seed=1,2"], "seed is varied, which --repeat is for"),
         (["--workers", "1", "--budget", "1h", "--set", "duration=2h"], "both --budget and duration"),
         (["--workers", "1", "--vary", "lr=1,2", "--set", "lr=1"], "lr is both set and varied"),
         (

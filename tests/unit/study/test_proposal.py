@@ -92,3 +92,14 @@ def test_the_figure_is_drawn_as_svg_and_pdf(asked: Asked, tmp_path: Path, monkey
     svg = files[1].read_text()
     for words in ("strong scaling", "weak scaling", "ideal", "90 % interval"):
         assert f"<!-- {words} -->" in svg
+
+
+def test_extrapolated_sizes_count_the_workers_that_there_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposal, "FEWEST_STEPS", 1)
+    (tmp_path / "train.py").write_text("")
+    asked = Asked(script=str(tmp_path / "train.py"), nodes=(1, 2, 4), repeat=3)
+    study = make_study(tmp_path / "S", asked, costs)
+    workers = [each.workers for each in proposal.jobs_of(study, "100 epochs")]
+    measured = [size.row.workers for size in proposal._groups(study)[0]]
+    assert workers[: len(measured)] == measured
+    assert workers[len(measured) :] == [measured[-1] * factor for factor in (2, 4)][: len(workers) - len(measured)]

@@ -186,7 +186,7 @@ def test_a_long_curve_becomes_a_short_one_with_the_same_mean(steps: int) -> None
     curve = Thinned()
     for step in range(1, steps + 1):
         curve.add(step / 10, step, float(step))
-    found = curve.blocks()
+    found = curve.points()
     assert len(found) <= Thinned.MOST
     assert [step for _, step, _ in found] == sorted({step for _, step, _ in found})
     if found:

@@ -165,7 +165,10 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: run.backward(lambda batch: None, "one"), "run.backward was given returned a NoneType"),
         (lambda run: run.log({"a": 1.0}), "a dict comes without one"),
         (lambda run: run.log(loss=3.0), "the name of what run.backward records"),
-        (lambda run: run.backward(gone_backward(run), "one"), r"gone backward(.|\n)*where: run\.backward"),
+        (
+            lambda run: run.backward(gone_backward(run), "one"),
+            r"backward twice(.|\n)*where: run\.backward",
+        ),
         (lambda run: (trained(run), run.state.update(file=INPUTS.numel)), r"type \w+ cannot(.|\n)*run\.state\['file"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -98,3 +99,19 @@ def test_optuna_chooses_within_the_ranges() -> None:
         assert 1e-4 <= float(chosen["lr"]) <= 1e-1
         assert chosen["--width"] in (32, 48, 64)
         assert ("--depth" in chosen) == (chosen["--kind"] == "a")
+
+
+@pytest.mark.parametrize("below", [0.0, 2.3, 5.0, 100.0])
+def test_rates_do_not_depend_on_the_level_of_a_loss(below: float) -> None:
+    losses = [loss_at(range_test.rate_of(step)) for step in range(range_test.STEPS)]
+    shifted = [each - below if math.isfinite(each) else each for each in losses]
+    assert range_test.ranges(shifted) == pytest.approx(range_test.ranges(losses))
+
+
+def test_remedy_for_a_range_that_a_grid_cannot_take_is_taken() -> None:
+    for given in ("lr=auto", "lr=log:1e-4:1e-1"):
+        with pytest.raises(ConfigError) as raised:
+            search.parse([given])[0].grid()
+        found = re.search(r"--search (\S+)", raised.value.fix)
+        assert found is not None
+        assert len(search.parse([found[1]])[0].grid()) == 5

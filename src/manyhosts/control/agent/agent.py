@@ -205,7 +205,7 @@ class Agent:
         try:
             ports.see_that_enough_are_free(self._address, self._ports, needed(message.workers))
         except LaunchError as error:
-            self._report_unfit(error.what, f"address {self._address}")
+            self._report_unfit(f"{error.what} ({error.fix})", f"address {self._address}")
             return
         environment = {**os.environ, **message.environment}
         environment |= variables.of_host(environment, cores=host_state.cores(), workers=message.workers)
@@ -239,7 +239,7 @@ class Agent:
         try:
             self._workers.open_store(message.generation, message.address, self._ports, listens=message.listens)
         except LaunchError as error:
-            self._report_unfit(error.what, error.where)
+            self._report_unfit(f"{error.what} ({error.fix})", error.where)
         except OSError as error:
             what = f"this host cannot listen at {message.address}, which is the address that the head has for it"
             self._report_unfit(f"{what}: {error.strerror or error}", "")

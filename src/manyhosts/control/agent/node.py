@@ -31,8 +31,9 @@ def number_in(name: str, variables: Mapping[str, str]) -> int:
         ConfigError: it does not say.
     """
     if not variables.get(name, "").isdecimal():
+        said = repr(variables[name]) if name in variables else "not set"
         raise ConfigError(
-            f"{name} is {variables.get(name, 'not set')!r}, so this process does not know which node it is",
+            f"{name} is {said}, so this process does not know which node it is",
             where="environment",
             fix="this is started by `manyhosts run --on`, not by hand",
         )

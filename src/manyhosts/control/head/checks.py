@@ -118,7 +118,8 @@ def _of_variables(host: str, reported: Mapping[str, Any]) -> Iterator[Finding]:
         return Finding(level=level, check="environment", what=what, where=f"host {host}, environment", fix=fix)
 
     if found.get("CUDA_VISIBLE_DEVICES") in ("", "-1") and reported["has_gpus"]:
-        what = f"CUDA_VISIBLE_DEVICES is empty on host {host}, so no worker sees its GPUs"
+        said = found["CUDA_VISIBLE_DEVICES"] or "empty"
+        what = f"CUDA_VISIBLE_DEVICES is {said} on host {host}, so no worker sees its GPUs"
         yield finding("warning", what, "unset CUDA_VISIBLE_DEVICES, or name the GPUs: CUDA_VISIBLE_DEVICES=0,1")
     threads = found.get("OMP_NUM_THREADS", "1").partition(",")[0].strip()
     if not threads.isdecimal() or not 1 <= int(threads) <= 2 * reported["cores"]:
@@ -244,7 +245,11 @@ class Precheck:
             return
         first, more = errors[0], len(errors) - 1
         kind = CommunicationError if first.kind == "network" else LaunchError
-        rest = f" (and {more} more: `manyhosts doctor` lists all)" if more else ""
+        rest = (
+            f" (and {more} more: `manyhosts doctor` lists all, with the same --hosts, --on or --cluster)"
+            if more
+            else ""
+        )
         self._state.result = kind(f"{first.what}{rest}", where=first.where, fix=first.fix)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhosts import __version__
+from manyhosts.control import job_file
 from manyhosts.control.handshake import Hello
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.state import HeadState, Node
@@ -321,7 +322,7 @@ class RunDirLock:
 
     def resume_command(self) -> str:
         """What the user types to resume this run; empty where there is nothing to continue with."""
-        job, begun = self._state.job, self._state.directories
+        job, begun = job_file.without_hidden(self._state.job), self._state.directories
         if not job.words:
             return ""
         if job.run_dir_is_chosen or any(path.is_relative_to(job.run_dir) for path in begun):

@@ -273,7 +273,8 @@ class Kubernetes(Engine):
             raise LaunchError(
                 f"the first node has printed nothing: {status.reason}",
                 where=f"kubernetes://{name}",
-                fix=f"see `kubectl --namespace {namespace} describe job {job_name}`; --follow waits for its first line",
+                fix=f"see `kubectl --namespace {namespace} describe job {job_name}`"
+                + ("" if follow else "; --follow waits for its first line"),
             )
 
     def cancel(self, name: str) -> None:

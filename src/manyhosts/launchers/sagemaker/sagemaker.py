@@ -150,7 +150,7 @@ class SageMaker(Engine):
             raise LaunchError(
                 f"there is no log of this job: {status.state}, {status.reason}",
                 where=f"sagemaker://{name}",
-                fix="--follow waits for its first line",
+                fix="see in the console what the job has printed" if follow else "--follow waits for its first line",
             )
 
     def cancel(self, name: str) -> None:

@@ -329,7 +329,7 @@ class Slurm(Engine):
             if "Invalid job id" not in trouble.what:
                 raise
             return self._status_long_after(name)
-        facts = dict(re.findall(r"(\S+?)=(\S*)", reported.splitlines()[0]))
+        facts = dict(re.findall(r"(\S+?)=(.*?)(?= [\w/:]+=|$)", reported.splitlines()[0]))
         state = facts.get("JobState", "")
         word = _STATES.get(state, "failed")
         reason = facts.get("Reason", "")

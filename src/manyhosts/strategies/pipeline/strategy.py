@@ -140,7 +140,8 @@ class Pipelined(ComputedTogether):
             raise ConfigError(
                 f"{what}, of which each of the {self.mesh.data.size} copies of a stage would see its own samples alone",
                 where="Pipeline(stages=…)",
-                fix=f"set stages={self.world.size}, so that there are no copies, or use another norm",
+                fix=f"let all {self.world.size} workers be stages, so that there are no copies (stages=, or pipeline= "
+                f"of a mesh), or {'use another norm' if norms else 'keep no buffer in the loss'}",
             )
 
     def _seen(self, model: nn.Module, chain: Chain) -> Seen:
@@ -184,7 +185,9 @@ class Pipelined(ComputedTogether):
                     f"cuts are {', '.join(named)}, and {stages} stages take {stages - 1}, each once, in the model's "
                     "order",
                     where="Pipeline(cuts=…)",
-                    fix=f"name {stages - 1}, or set stages={len(named) + 1}",
+                    fix=f"write cuts={[chain.names[place] for place in sorted(set(places))]}"
+                    if len(set(places)) == stages - 1
+                    else f"name {stages - 1} of {', '.join(chain.names[1:])}; or leave cuts out",
                 )
             return [0, *places, count]
         if self.config.cuts == BY_MEMORY:

@@ -132,14 +132,14 @@ def check_cut(name: str, module: nn.Module, way: str, workers: int) -> None:
             f"{name!r} is to be cut as {way!r}, and is a {type(module).__name__}: that way takes {takes} as PyTorch "
             "has it, without hooks",
             where="Tensor(plan=…)",
-            fix=f"leave it out, or set {name}=whole",
+            fix=f"leave it out, or put {name}=whole before what names it now",
         )
     total = features(module, way)
     if not has_parts(total, workers):
         raise ConfigError(
             f"{name!r} has {total} features to be cut as {way!r}, of which {workers} workers would not all have a part",
             where="Tensor(plan=…)",
-            fix=f"set {name}=whole, or start fewer workers",
+            fix=f"put {name}=whole before what names it now, or start fewer workers",
         )
 
 

@@ -209,11 +209,14 @@ class FirstSteps:
 
     def _also_kept(self) -> dict[str, object]:
         """What an optimizer of the script's own holds besides its `state_dict`: numbers, and where tensors are."""
-        optimizer = self.parts.optimizer
-        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        several = getattr(self.parts.optimizer, "named", {"": self.parts.optimizer})
+        if any(type(each).state_dict is not torch.optim.Optimizer.state_dict for each in several.values()):
             return {}
         return {
-            name: [(id(tensor), tensor._version) for tensor in each] if isinstance(each, list) else each
+            f"{of}.{name}" if of else name: [(id(one), one._version) for one in each]
+            if isinstance(each, list)
+            else each
+            for of, optimizer in several.items()
             for name, each in vars(optimizer).items()
             if not name.startswith("_")
             and (

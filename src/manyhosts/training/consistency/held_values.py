@@ -23,6 +23,7 @@ from manyhosts.callbacks.callback import Callback, Callbacks
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.events import LossLooked
+from manyhosts.snapshot.fingerprint import tensor_checksums
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _DEPTH, _MOST_ITEMS, _MOST_NUMBERS, _MOST_FUNCTIONS = 5, 1000, 1 << 22, 50
@@ -155,6 +156,8 @@ class HeldValues:
         """By the name of each: the mapping that it is kept in and its key there, or a cell."""
         self.asks_for_training = False
         """Whether code of the script's looks at `training`: of its modules, of the functions, and of what they call."""
+        self.modules: dict[str, nn.Module] = {}
+        """Those that the code of a function names."""
         self._add_modules("", module)
         waiting, seen = [each for each in functions if each is not None], set[int]()
         while waiting and len(seen) < _MOST_FUNCTIONS:
@@ -226,6 +229,7 @@ class HeldValues:
         for name, each in kept_values.items():
             if isinstance(each, nn.Module):
                 self._add_modules(name, each)
+                self.modules[name] = each
         functions = (types.FunctionType, types.MethodType, functools.partial)
         return [
             each
@@ -272,20 +276,21 @@ def changed_attributes(before: Held, after: Held) -> str:
 class CallbackWatch:
     """What callbacks that keep nothing in snapshots have as attributes, looked at where a snapshot is made."""
 
-    def __init__(self, callbacks: Callbacks) -> None:
-        named = callbacks.by_name.items()
+    def __init__(self, callbacks: Callbacks, model: nn.Module) -> None:
+        """`model`: the one that is trained, which a callback may have as an attribute, too."""
+        named, self._own = callbacks.by_name.items(), set(model.modules())
         self._callbacks = {n: each for n, each in named if type(each).state_dict is Callback.state_dict}
         self._first: dict[str, dict[str, Saved]] = {}
 
     def begin(self) -> None:
         """Training begins, with what they have now."""
-        self._first = {name: _attributes(each) for name, each in self._callbacks.items()}
+        self._first = {name: self._attributes(each) for name, each in self._callbacks.items()}
 
     def look(self) -> list[str]:
         """What is to be said of what they have changed since, once of each."""
         found = []
         for name, before in list(self._first.items()):
-            if changed := differing(before, _attributes(self._callbacks[name])):
+            if changed := differing(before, self._attributes(self._callbacks[name])):
                 del self._first[name]
                 found.append(
                     f"callback {name!r} changes its attribute {changed[0]}, which no snapshot has: where a resumed run "
@@ -293,9 +298,14 @@ class CallbackWatch:
                 )
         return found
 
-
-def _attributes(callback: Callback) -> dict[str, Saved]:
-    return {name: saved(each) for name, each in vars(callback).items()}
+    def _attributes(self, callback: Callback) -> dict[str, Saved]:
+        """Of a module that is none of the model's, such as an average, checksums of what it holds."""
+        return {
+            name: saved(tensor_checksums(dict(each.state_dict())))
+            if isinstance(each, nn.Module) and each not in self._own
+            else saved(each)
+            for name, each in vars(callback).items()
+        }
 
 
 class DatasetWatch:

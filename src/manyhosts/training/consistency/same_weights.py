@@ -86,7 +86,11 @@ def _difference(
     reported: list[dict[str, str]] = gather_plain(world, own)
     differing = [name for name in tensors if len({found.get(name, "") for found in reported}) > 1]
     if not differing:
-        return TrainingError("the workers hold tensors of different names", where=moment)
+        return TrainingError(
+            "the workers hold tensors of different names",
+            where=moment,
+            fix="look for code that adds or removes parameters or buffers by RANK",
+        )
     name = differing[0]
     holders: dict[str, list[int]] = {}
     for rank, found in enumerate(reported):
@@ -129,8 +133,8 @@ def _amount(world: World, tensor: Tensor) -> tuple[str, float]:
 def _remedy(name: str, *, is_buffer: bool, is_rounding: bool) -> str:
     if is_buffer:
         return (
-            f"the forward pass changes {name}, on each worker by its own samples: exchange what it is computed from, "
-            "or register it with persistent=False"
+            f"the forward pass changes {name}, on each worker by its own samples: sum over the workers what it "
+            'is computed from, with weight="samples", or register it with persistent=False'
         )
     if is_rounding:
         return (

@@ -20,7 +20,16 @@ from manyhosts.data.order import Indices
 from manyhosts.errors import CommunicationError, ConfigError
 from manyhosts.training.evaluation.dataset_forward import ForwardPasses, in_evaluation
 from manyhosts.training.evaluation.metrics import Metrics
-from manyhosts.training.loop.compute import Loss, UserStep, check_names, loss_of, pair, step_values, terms_of
+from manyhosts.training.loop.compute import (
+    Loss,
+    UserStep,
+    check_doubles,
+    check_names,
+    loss_of,
+    pair,
+    step_values,
+    terms_of,
+)
 from manyhosts.training.loss_weights.weighing import Weighing
 
 if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
@@ -127,10 +136,19 @@ class Evaluation:
         self.metrics.begin()
         with randomness.kept(), self._in_evaluation(model):
             names = {"loss", *self._part(model, pieces, batches, tuple)}
+            self._see_that_evaluating(model)
         self._see_that_named_apart(names)
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()
+
+    def _see_that_evaluating(self, model: nn.Module) -> None:
+        if any(each.training for each in (model, *(model.children() if self.has_counts else ()))):
+            raise ConfigError(
+                "the script puts the model into training mode, and is called in a validation, too",
+                where="mh.Run(evaluate=…)" if self.has_counts else "mh.Trainer(step=…)",
+                fix="leave model.train() and model.eval() out: they are called here",
+            )
 
     @contextmanager
     def _in_evaluation(self, model: nn.Module) -> Iterator[None]:
@@ -212,7 +230,11 @@ class Evaluation:
                 return step_values(result), *(_for_metrics(result) if self.metrics.all else (None, None))
             assert self.loss is not None, "a trainer has either a loss or a step"
             inputs, targets = pair(batch)
-            outputs = model(inputs)
+            try:
+                outputs = model(inputs)
+            except RuntimeError as cause:
+                check_doubles(cause, model, inputs)
+                raise
             values = {"loss": loss_of(self.loss, outputs, targets)}
         return values, outputs, targets
 

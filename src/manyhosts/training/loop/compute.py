@@ -39,11 +39,11 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
     return lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
+def pair(batch: Any, fix: str = "pass step=function(model, batch) -> loss in place of loss=") -> tuple[Any, Any]:
     """`batch` as (inputs, targets).
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is something else; `fix` says what to do.
     """
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
@@ -52,8 +52,12 @@ def pair(batch: Any) -> tuple[Any, Any]:
         + (f" of {len(batch)}" if isinstance(batch, list | tuple | Mapping) else "")
         + ", not an (inputs, targets) pair",
         where="mh.Trainer(loss=…)",
-        fix="pass step=function(model, batch) -> loss in place of loss=",
+        fix=fix,
     )
+
+
+IN_PAIRS = "let mh.Data(collate=…) make (inputs, targets) of the samples: this strategy takes no step="
+"""What to do where a strategy computes model and loss separately, and batches are no pairs."""
 
 
 _ALONE = nullcontext()
@@ -121,7 +125,7 @@ class ForwardPass:
         """See `strategies.strategy.InTwo`."""
         batch = piece.batch
         randomness.seed_compute(self.seed, randomness.COMPUTE, *piece.address)
-        return pair(batch)
+        return pair(batch, IN_PAIRS)
 
     def values_of(self, outputs: Any, targets: Any) -> Mapping[str, Tensor]:
         """See `strategies.strategy.InTwo`."""
@@ -175,8 +179,10 @@ def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any) -> None:
     Raises:
         ConfigError: it computes in float32 and they are of float64, as NumPy makes them.
     """
+    said = str(cause).lower()
+    about_kinds = ("double" in said or "dtype" in said) and "long" not in said and not is_connection_error(cause)
     doubles = isinstance(inputs, Tensor) and inputs.dtype == torch.float64
-    if doubles and all(each.dtype != torch.float64 for each in model.parameters()):
+    if about_kinds and doubles and all(each.dtype != torch.float64 for each in model.parameters()):
         raise ConfigError(
             f"the model cannot take inputs of float64, as NumPy makes them: {first_line(cause)}",
             where="mh.Data(train=…)",
@@ -351,10 +357,12 @@ def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(ste
             fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
         )
     if "weight" in result:
+        own = "return it as 'count'" if where in _WHO else "give it as mh.Trainer(weight=function(batch) -> number)"
+        late = "is called 'count'" if where in _WHO else "must be known before it is computed"
         raise ConfigError(
-            "step returned a value named 'weight', but what a piece counts must be known before it is computed",
+            f"{_WHO.get(where, 'step')} returned a value named 'weight', but what a piece counts {late}",
             where=where,
-            fix="give it as mh.Trainer(weight=function(batch) -> number), or log the value under another name",
+            fix=f"{own}, or log the value under another name",
         )
     one_number(result["loss"], where=where)
     device = result["loss"].device
@@ -372,7 +380,7 @@ def number_of(name: str, value: Any, device: torch.device, where: str, dtype: to
         ConfigError: it is not one number.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value
+        return value.to(device)
     try:
         return torch.tensor(float(value), dtype=dtype, device=device)
     except (TypeError, ValueError, OverflowError, RuntimeError) as cause:

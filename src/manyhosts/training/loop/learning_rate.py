@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -119,16 +119,25 @@ class Schedule:
         """
         if self._schedule is None or self.plateau is not None:
             return
-        try:
-            with nullcontext() if self._began else _unwarned():
-                self._schedule.step()
-        except ValueError as cause:
-            raise ConfigError(
-                f"the schedule goes no further: {cause}",
-                where="mh.Trainer(schedule=…)",
-                fix="make it as long as the entire run is to be, counted from the first step",
-            ) from cause
+        with nullcontext() if self._began else _unwarned():
+            advance(self._schedule)
         self._began = True
+
+
+def advance(schedule: Any) -> None:
+    """Have `schedule` move on.
+
+    Raises:
+        ConfigError: it is shorter than the run.
+    """
+    try:
+        schedule.step()
+    except ValueError as cause:
+        raise ConfigError(
+            f"the schedule goes no further: {cause}",
+            where="mh.Trainer(schedule=…)",
+            fix="make it as long as the entire run is to be, counted from the first step",
+        ) from cause
 
 
 @contextmanager

@@ -200,7 +200,7 @@ class AfterStep:
         self.dataset_watch = DatasetWatch(
             parts.data_identity.dataset, parts.world, elsewhere=settings.loader_workers not in (0, "auto")
         )
-        self.callback_watch = CallbackWatch(parts.callbacks)
+        self.callback_watch = CallbackWatch(parts.callbacks, parts.trained)
         exchanges = training.bad_steps.drifts
         self.all: tuple[Callable[[], None], ...] = (
             *((self.exchange,) if exchanges else ()),

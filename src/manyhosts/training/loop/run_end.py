@@ -51,12 +51,13 @@ class RunEnd:
         while not snapshot_schedule.has_complete(step):
             if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
                 # Rank 0 alone knows all of it.
-                reported = [snapshot_schedule.trouble, snapshot_schedule.last_good()]
-                trouble, last_good = gather_plain(self._training.parts.world, reported)[0]
+                remedy = "make room on that disk" if snapshot_schedule.is_short_of_room() else "mend that"
+                reported = [snapshot_schedule.trouble, f"{remedy} and start again. {snapshot_schedule.last_good()}"]
+                trouble, fix = gather_plain(self._training.parts.world, reported)[0]
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
                     where=str(snapshot_schedule.store.folder),
-                    fix=f"make room on that disk and start again. {last_good}",
+                    fix=fix,
                 )
             tried_again = True
             loop.after_step.save()

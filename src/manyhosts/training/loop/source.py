@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
 from manyhosts.data.cut import Cut, Cuts
-from manyhosts.data.data import Data
+from manyhosts.data.data import Data, reads_in_shards
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Order, Position
 from manyhosts.data.own_order import asked
@@ -216,9 +216,10 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
         ConfigError: there is no training set.
     """
     if data.train is None:
-        raise ConfigError("there is no training set", where="mh.Data(train=…)", fix="give one, or call test() only")
+        fix = "give one; to evaluate alone, give the same set as train=, too, and call test() without fit()"
+        raise ConfigError("there is no training set", where="mh.Data(train=…)", fix=fix)
     if isinstance(data.train, IterableDataset):
-        if settings.audit is not None and hasattr(data.train, "shard"):
+        if settings.audit is not None and reads_in_shards(data.train):
             raise ConfigError(
                 "the training set is a stream that is read in shards, so no other worker has the samples of a part",
                 where="audit",
@@ -240,7 +241,7 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             drop_last=settings.drop_last,
             processes=1 if settings.loader_workers == "auto" else settings.loader_workers,
         )
-        return ShardedSource(stream, cut, world) if hasattr(data.train, "shard") else StreamSource(stream, Cuts(cut))
+        return ShardedSource(stream, cut, world) if reads_in_shards(data.train) else StreamSource(stream, Cuts(cut))
     length = len(cast(Any, data.train))
     order = Order(
         length,

@@ -29,6 +29,7 @@ from manyhosts.training.loop.compute import may_draw
 from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
 from manyhosts.training.loop.training import Training
 from manyhosts.training.loss_weights.counting import LossWeights
+from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.pace import NormPrice
@@ -69,7 +70,7 @@ class Stepper:
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
         self.prepare(number, step)
-        lr = parts.optimizer.param_groups[0]["lr"]
+        lr = float(parts.optimizer.param_groups[0]["lr"])
         if state.step < parts.warmup.steps:
             lr *= parts.warmup.factor(state.step)
         self.norm, updated = None, False
@@ -88,7 +89,7 @@ class Stepper:
                 updated = self.update_unless_bad(number, outcome.values["loss"])
             else:
                 outcome, updated = parts.own_step.make(pieces, training.control_flags())
-                self.see_own_step(number, outcome, updated=updated)
+                self.see_own_step(parts.own_step, outcome, updated=updated)
         if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
@@ -109,12 +110,13 @@ class Stepper:
             if "backward through the graph a second time" not in str(cause):
                 raise
             raise ConfigError(
-                "the script has gone backward through its loss itself, and there is no second time",
+                "a graph is gone through backward twice: by a backward() of the script, or because something of an "
+                "earlier batch or pass is used again (a hidden state, a tensor made before)",
                 where="mh.Trainer(step=…)" if parts.own_step is None else "run.backward",
-                fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer; or give "
-                "retain_graph=True to a backward() that is meant"
+                fix="detach() what is kept from before; return the loss, and leave backward(), zero_grad() and "
+                "optimizer.step() to the trainer; or give retain_graph=True to a backward() that is meant"
                 if parts.own_step is None
-                else "return the loss: run.backward goes backward through it, and run.update steps",
+                else "detach() what another pass has made; return the loss: run.backward goes backward through it",
             ) from cause
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], *address: int) -> None:
@@ -155,11 +157,11 @@ class Stepper:
         self.step_optimizer()
         return not (self.acts and training.parts.precision.left_out)
 
-    def see_own_step(self, number: int, outcome: StepOutcome, *, updated: bool) -> None:
+    def see_own_step(self, own_step: OwnStep, outcome: StepOutcome, *, updated: bool) -> None:
         """What is to be known of a step that the script has written and that is over."""
         training = self.training
         if updated:
-            self.norm = training.bad_steps.shown(number, None)
+            self.norm = own_step.norm()
         else:
             training.bad_steps.put_back()
         if training.parts.watcher is not None:

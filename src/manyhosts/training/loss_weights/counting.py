@@ -29,13 +29,16 @@ _SOON = (10, 100)
 """Steps that are looked at besides every `look_every`-th."""
 
 KEPT = "{!r} is kept from one batch to the next, and is neither a parameter nor a buffer"
-_OR_ELSE = 'train in one piece (one worker, no micro_batch_size); or say that it is meant so: weight="samples"'
+_OR_ELSE = (
+    "train in one piece (one worker, neither micro_batch_size nor virtual_workers); or say that it is meant so: "
+    'weight="samples"'
+)
 _FIXES = {
     comparison.COMMUNICATES: (
         "the script itself calls a collective of torch.distributed ({}) in a forward pass; of these a worker has one "
         "for each piece of a batch, and others may have more or fewer",
         'leave it out: return {"loss": loss, "name": value} from step, and the mean over all workers is logged; sums '
-        "over the entire batch are for mh.Run (run.gather); or "
+        "over the entire batch are for mh.Run: run.backward(rows, over_batch=loss); or "
         'where each worker calls it equally often, say weight="samples"',
     ),
     comparison.IN_CHUNKS: (
@@ -53,7 +56,7 @@ _FIXES = {
     comparison.KEEPS_STATE: (
         KEPT + ": each worker keeps its own, it changes once for each piece of a batch, and no snapshot has it",
         "set it in each forward pass; or change it once per step, in a callback (after_step); or register it as a "
-        f"buffer, and sum over the workers what goes into it; or {_OR_ELSE}",
+        f'buffer, and sum over the workers what goes into it, with weight="samples"; or {_OR_ELSE}',
     ),
     comparison.PADS: (
         "{}. Collate pads the parts of a batch to other lengths than the batch, so padding counts",
@@ -62,8 +65,8 @@ _FIXES = {
     ),
     "mixes samples": (
         "{}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
-        "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of; "
-        f"or {_OR_ELSE}",
+        "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of, with "
+        f'weight="samples"; or {_OR_ELSE}',
     ),
     "is no mean": (
         "{}",

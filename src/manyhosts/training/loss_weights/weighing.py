@@ -61,7 +61,9 @@ class TargetMean:
             return float(targets.numel() / (targets.shape[1] if targets.dim() > 1 else 1))
         targets = targets[..., 1:] if self.shifted else targets
         counted = targets[targets != self.ignored]
-        return float(len(counted) if self.weight is None else self.weight[counted.cpu()].sum())
+        # The loss itself says of a class that there is not.
+        is_unknown = self.weight is not None and bool((counted >= len(self.weight)).any() or (counted < 0).any())
+        return float(len(counted) if self.weight is None or is_unknown else self.weight[counted.cpu()].sum())
 
     def leaves_out(self, batch: Any) -> bool:
         """Whether a target of this batch does not count."""
@@ -125,11 +127,14 @@ def refuse_sum(loss: Any) -> None:
     Raises:
         ConfigError: it does.
     """
-    if _function(loss)[1].get("reduction") == "sum":
+    forward = getattr(type(loss), "forward", None)
+    is_own = is_plain(loss) or getattr(forward, "__module__", "") == "torch.nn.modules.loss"
+    if is_own and _function(loss)[1].get("reduction") == "sum":
         raise ConfigError(
             "the loss adds up what its samples cost (reduction='sum'), but must be the mean over them",
             where="mh.Trainer(loss=…)",
-            fix="use reduction='mean', and a learning rate as many times as large as a batch has samples",
+            fix="use reduction='mean'; with SGD a learning rate as many times as large as a batch has samples, with "
+            "Adam the same as before",
         )
 
 
@@ -152,11 +157,11 @@ class Weighing:
         Raises:
             ConfigError: the loss is a sum, or the weight no function.
         """
-        if weight is not None and weight != "samples" and not callable(weight):
+        if not callable(weight) and not (weight is None or (isinstance(weight, str) and weight == "samples")):
             raise ConfigError(
                 f"weight is {weight!r}",
                 where="mh.Trainer(weight=…)",
-                fix="give function(batch) -> what its batch counts in the mean, or leave it out",
+                fix='give function(batch) -> what its batch counts in the mean; or weight="samples", or leave it out',
             )
         self.world = world
         self.mesh = Mesh(world)
@@ -279,12 +284,13 @@ class Weighing:
                 'where the loss is a mean over samples all the same, weight="samples"',
             )
         if self.guard is not None and self.guard(batch):
+            ignored = -100 if self.classes is None else self.classes.ignored
             raise ConfigError(
                 f"a target of step {number} does not count in the loss (it is the ignored class), and at the start "
                 "all did, so pieces were taken to count by their samples",
                 where=f"mh.Trainer(loss=…), step {number}",
-                fix=f"give weight=lambda batch: (batch[{_place_of_labels(batch)!r}] != -100).sum(), or what else a "
-                "piece counts in the mean",
+                fix=f"give weight=lambda batch: (batch[{_place_of_labels(batch)!r}] != {ignored}).sum(), or what else "
+                "a piece counts in the mean",
             )
         return batch
 

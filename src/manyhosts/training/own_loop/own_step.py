@@ -42,6 +42,7 @@ from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
 from manyhosts.training.loop.compute import ForwardPass, check_gradient, step_values
+from manyhosts.training.loop.learning_rate import advance
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
@@ -102,6 +103,8 @@ class Group:
     def norm(self) -> Tensor:
         """That of its gradient, shape ()."""
         gradients = [gradient for each in self.parameters if (gradient := each.grad) is not None]
+        if any(each.is_sparse for each in gradients):
+            return norm_of([each.coalesce().values() if each.is_sparse else each for each in gradients])
         if not self.is_small or not gradients:
             return norm_of(gradients)
         found: Tensor = torch.linalg.vector_norm(_flatten_dense_tensors(gradients)).detach()
@@ -150,6 +153,8 @@ class OwnStep:
         self.make_schedulers: Callable[[Mapping[str, Optimizer]], dict[str, LRScheduler]] = lambda _named: {}
         """Gives the schedulers, by the names of their optimizers."""
         self.logged: dict[str, Tensor] = {}
+        self.norms: list[Tensor] = []
+        """Of the gradient of each update of the step under way, or the last one, before clipping."""
         self._broken: Exception | None = None
         """What a call of this step was broken off by."""
         self.calls = 0
@@ -218,7 +223,7 @@ class OwnStep:
             each.bring, each.weight = repeat(each.batch).__next__, 1.0 if each.weight else 0.0
         self.pieces = pieces
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
-        self.calls, self.logged, self._broken = 0, {}, None
+        self.calls, self.logged, self.norms, self._broken = 0, {}, [], None
         for group in self.groups.values():
             group.loss, group.pending = None, False
         if self.parts.live:
@@ -226,7 +231,8 @@ class OwnStep:
         if self.remembers:
             self._keep()
         if self._looks and self._plain is None:
-            self._plain = HeldValues(self.model, self.written).now()
+            self._plain = (values := HeldValues(self.model, self.written)).now()
+            self.world.notes += _of_others(values.modules, self._modules)
         self._seed()
         is_good = True
         try:
@@ -609,9 +615,14 @@ class OwnStep:
             self._undo[id(group)] = self._copy_of(group)
         self.verbs.update(group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls)
         if group.scheduler is not None:
-            group.scheduler.step()
+            advance(group.scheduler)
         group.pending = False
+        self.norms.append(norm)
         return norm
+
+    def norm(self) -> Tensor | None:
+        """Of the gradients of all updates of the last step together, before clipping; None where it had no update."""
+        return self.norms[0] if len(self.norms) == 1 else norm_of(self.norms) if self.norms else None
 
     def _copy_of(self, group: Group) -> Callable[[], None]:
         """What puts optimizer and scheduler of `group` back as they are now."""
@@ -706,13 +717,26 @@ def _of_nothing(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]
     return {**none, "loss": sum(used, none["loss"].detach())}
 
 
+def _of_others(found: Mapping[str, nn.Module], own: set[nn.Module]) -> list[str]:
+    """What to say of modules that the step's code names and the run does not have."""
+    names = [name for name, each in found.items() if each not in own and any(True for _ in each.parameters())]
+    if not names:
+        return []
+    return [
+        f"the step uses {', '.join(names[:3])}, and mh.Run was not given it: where it changes (a target network, an "
+        "average), give it in models=, or no snapshot has it and workers may come to differ"
+    ]
+
+
 def _check_called(**functions: Any) -> None:
     for name, function in functions.items():
         if not callable(function) and (function is not None or name == "loss"):
+            often = "for each micro-batch" if name == "loss" else "with the rows of all of them"
+            call = "(loss), with def loss(batch)" if name == "loss" else "(rows, over_batch=loss), with def loss(rows)"
             raise ConfigError(
-                f"run.backward is given a {type(function).__name__} as {name}, and calls it for each micro-batch",
+                f"run.backward is given a {type(function).__name__} as {name}, and calls it {often}",
                 where="run.backward",
-                fix=f"give the function, not what it returns: run.backward({name}), with def {name}(batch)",
+                fix=f"give the function, not what it returns: run.backward{call}",
             )
 
 

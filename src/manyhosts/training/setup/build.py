@@ -26,7 +26,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.data import drawing, own_order, randomness
 from manyhosts.data.cut import Cut, CutBatches
-from manyhosts.data.data import Data, loss_of_first
+from manyhosts.data.data import Data, loss_of_first, reads_in_shards
 from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.device import is_asynchronous
@@ -282,7 +282,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
         own_step.use(strategy, settings, world)
-    if hasattr(data.train, "shard"):
+    if reads_in_shards(data.train):
         strategy.check_shards()
     weighing.mesh = strategy.mesh
     takes_sparse = strategy.traits.takes_sparse_gradients
@@ -500,6 +500,14 @@ def make_optimizer(
         if "more than one parameter group" in str(cause):
             raise twice(str(cause)) from cause
         raise
+    except AttributeError as cause:
+        if "'Parameters' object" not in str(cause):
+            raise
+        raise ConfigError(
+            f"optimizer= is called with the parameters, and takes them for a model: {cause}",
+            where="mh.Trainer(optimizer=…)",
+            fix="write lambda params: torch.optim.AdamW(params, lr=1e-3); mh.groups(params, {…}) makes groups by name",
+        ) from cause
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"optimizer gave a {type(made).__name__}, not a torch.optim.Optimizer",

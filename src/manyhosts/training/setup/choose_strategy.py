@@ -25,7 +25,7 @@ from manyhosts.config.strategies import DDP, Auto, many_updates
 from manyhosts.config.strategies import Strategy as Asked
 from manyhosts.config.strategy_settings import own_or
 from manyhosts.control.agent import host_state
-from manyhosts.data.data import Data
+from manyhosts.data.data import Data, reads_in_shards
 from manyhosts.data.fetch import Fetcher
 from manyhosts.errors import ConfigError
 from manyhosts.strategies.audit import Auditor
@@ -37,7 +37,7 @@ from manyhosts.strategies.tensor.plan import is_cuttable
 from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.training.loop.compute import ForwardPass, pair
+from manyhosts.training.loop.compute import IN_PAIRS, ForwardPass, pair
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.setup.trained_module import model_of
@@ -229,7 +229,7 @@ def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
     """What `ModelBytes` knows for strategies whose workers compute the same samples; nothing where none could."""
     settings, data, compute = given.settings, given.data, given.compute
     asks = settings.compile or settings.activation_checkpointing or settings.balance == "speed"
-    refused = compute.step is not None or asks or given.world.device.type != "cpu" or hasattr(data.train, "shard")
+    refused = compute.step is not None or asks or given.world.device.type != "cpu" or reads_in_shards(data.train)
     if refused or data.train is None or isinstance(data.train, IterableDataset):
         return {}
     full = settings.batch_size or given.world.size * (settings.batch_size_per_worker or 1)
@@ -296,7 +296,7 @@ def look_ahead(compute: ForwardPass, data: Data, settings: Settings) -> Sample |
             where="balance",
             fix="leave balance out, or choose another strategy",
         )
-    if hasattr(data.train, "shard"):
+    if reads_in_shards(data.train):
         raise ConfigError(
             f"the train stream offers shard(), and with strategy {name!r} every worker reads the same samples",
             where="mh.Data(train=…)",
@@ -306,7 +306,7 @@ def look_ahead(compute: ForwardPass, data: Data, settings: Settings) -> Sample |
         batch = largest_batch(data, settings, 1)
     except Unknown:
         return None
-    return Sample(lambda: pair(batch)[0], compute.context, settings.precision)
+    return Sample(lambda: pair(batch, IN_PAIRS)[0], compute.context, settings.precision)
 
 
 _MMAP_THRESHOLD, _ARENA_MAX = -3, -8

@@ -91,18 +91,19 @@ def check_given(
         )
     check_maker(model, "the model", where="mh.Trainer(model=…)", write="model=lambda: ")
     if isinstance(optimizer, Optimizer):
-        kind = type(optimizer).__name__
+        kind, rate = _named(type(optimizer), "torch.optim"), optimizer.param_groups[0].get("lr")
+        given = f", lr={rate:g}" if isinstance(rate, float | int) else ""
         raise ConfigError(
-            f"optimizer is the {kind} of a model, made before the workers share the model",
+            f"optimizer is the {type(optimizer).__name__} of a model, made before the workers share the model",
             where="mh.Trainer(optimizer=…)",
-            fix=f"write optimizer=lambda params: torch.optim.{kind}(params, lr={optimizer.param_groups[0]['lr']:g})",
+            fix=f"write optimizer=lambda params: {kind}(params{given})",
         )
     if isinstance(schedule, LRScheduler):
-        name = type(schedule).__name__
+        name = _named(type(schedule), "torch.optim.lr_scheduler")
         raise ConfigError(
-            f"the schedule is a {name} of an optimizer that is not the run's",
+            f"the schedule is a {type(schedule).__name__} of an optimizer that is not the run's",
             where="mh.Trainer(schedule=…)",
-            fix=f"write schedule=lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, …)",
+            fix=f"write schedule=lambda optimizer: {name}(optimizer, …)",
         )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(
@@ -188,7 +189,7 @@ def check_unwrapped(model: nn.Module) -> None:
         ConfigError: a module does.
     """
     kinds = {kind.__name__ for each in model.modules() for kind in type(each).__mro__}
-    where = "mh.Trainer(model=…), or mh.Run(models=…)"
+    where = "mh.Trainer(model=…)"
     if wrappers := sorted(kinds & _WRAPPERS):
         raise ConfigError(
             f"the model is wrapped in {wrappers[0]}, which exchanges gradients or parts by itself",
@@ -236,10 +237,12 @@ def _directed(rule: R, key: str, does: str, data: Data, metrics: Mapping[str, An
     if not isinstance(higher, bool):
         fix = f'mh.{type(rule).__name__}("{rule.metric}", mode="max") if higher is better, else mode="min"'
         if name not in metrics:
+            before = [f"{each}/" for each in cast(Mapping[str, Any], sets)] if is_several(sets) else [""]
+            reported = [f"{each}{value}" for each in before for value in ("loss", *metrics)]
             raise ConfigError(
                 f"{does} {rule.metric!r}, and no metric of mh.Trainer(metrics=…) has that name",
                 where=f"{key}.metric",
-                fix=f"choose one of {', '.join(['loss', *metrics])}; of a value that step returns, write {fix}",
+                fix=f"choose one of {', '.join(reported)}; of a value that step returns, write {fix}",
             )
         raise ConfigError(
             f"{does} {rule.metric!r}, which does not say whether higher or lower is better",
@@ -247,6 +250,11 @@ def _directed(rule: R, key: str, does: str, data: Data, metrics: Mapping[str, An
             fix=f"write {fix}",
         )
     return dataclasses.replace(rule, mode="max" if higher else "min")
+
+
+def _named(kind: type, module: str) -> str:
+    """How a script writes a class: with its module, where that is PyTorch's."""
+    return f"{module}.{kind.__name__}" if kind.__module__.startswith("torch.") else kind.__name__
 
 
 def _lacking(function: Callable[..., Any]) -> str:
@@ -409,7 +417,7 @@ def check_own_steps(optimizer: Optimizer, strategy: Any, notes: list[str]) -> No
         raise ConfigError(
             f"{kind} has a hook on its step, and the tensors that are stepped are not the model's own",
             where=where,
-            fix='do it in a callback (after_step), clip by clip_gradients=, or choose strategy="ddp"',
+            fix='do it in a callback (after_step), or choose strategy="ddp"',
         )
     if hooks and strategy.steps_some:
         notes.append(
@@ -448,7 +456,8 @@ def check_sparse(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: SGD would keep a sparse momentum.
     """
-    keeps = [group for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) and group["momentum"]]
+    several = getattr(optimizer, "named", {"": optimizer}).values()
+    keeps = [g for each in several if isinstance(each, torch.optim.SGD) for g in each.param_groups if g["momentum"]]
     known = {id(parameter) for group in keeps for parameter in group["params"]}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in known:
@@ -504,6 +513,14 @@ def make_schedule(make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
             f"the schedule is a {type(made).__name__} without {lacking[0]}()",
             where="mh.Trainer(schedule=…)",
             fix="derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
+        )
+    own = getattr(made, "optimizer", None)
+    ids = {id(group) for group in optimizer.param_groups}
+    if isinstance(own, Optimizer) and own is not optimizer and not any(id(group) in ids for group in own.param_groups):
+        raise ConfigError(
+            f"the schedule is a {type(made).__name__} of another optimizer, so it would never move this one's rate",
+            where="mh.Trainer(schedule=…)",
+            fix="make it of what the function is given: schedule=lambda optimizer: StepLR(optimizer, 10), say",
         )
     return made
 

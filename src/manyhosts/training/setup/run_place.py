@@ -12,6 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from manyhosts.cluster.place import Place
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
@@ -31,6 +32,8 @@ class RunPlace:
         self.number = session.next_number()
         self.script = _script()
         self._session, self._run_dir = session, run_dir
+        self._chosen: Path | None = None
+        """The directory, where no one has named one: every `fit` of this trainer continues in it."""
 
     @property
     def _names_directory(self) -> bool:
@@ -53,8 +56,10 @@ class RunPlace:
             return RunDirectory(Path(self._run_dir).absolute())
         if VARIABLE in os.environ:
             return RunDirectory(self._below(RunDirectory.choose(self.script).path.absolute()))
-        chosen = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_rank_0 else ""
-        return RunDirectory(Path(gather_plain(world, str(chosen))[0]))
+        if self._chosen is None:
+            new = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_rank_0 else ""
+            self._chosen = Path(gather_plain(world, str(new))[0])
+        return RunDirectory(self._chosen)
 
     def trained(self) -> Path | None:
         """The directory that was named, where there are trained weights in it."""
@@ -79,7 +84,7 @@ class RunPlace:
         if not _is_command():
             return ""
         words = shlex.join(sys.orig_argv)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ or Place.from_environment().size > 1:
             words = "(the command that has started this)"
         if self._names_directory:
             return words
@@ -110,7 +115,10 @@ def unread_options(script: Path) -> str:
         return ""
     if script_imports.reads_arguments(script, script.absolute().parent):
         return ""
-    words = shlex.join(["manyhosts", "run", *sys.argv[1:], script.name])
+    spec, here = getattr(sys.modules["__main__"], "__spec__", None), Path.cwd()
+    path = script.absolute()
+    typed = ["-m", spec.name] if spec else [str(path.relative_to(here) if path.is_relative_to(here) else path)]
+    words = shlex.join(["manyhosts", "run", *sys.argv[1:], *typed])
     return f"{', '.join(ours)} had no effect, for {script.name} reads no arguments; to have it, type: {words}"
 
 

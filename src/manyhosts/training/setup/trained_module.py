@@ -72,7 +72,7 @@ def load_loss(module: nn.Module, kept: dict[str, Any]) -> None:
             raise SnapshotError(
                 f"it is of another loss: there {name} is {there}, here it is {here}",
                 where="mh.Trainer(loss=…)",
-                fix="start in another --run-dir, or take back the change",
+                fix="take back the change, or begin again in another folder (of a run: --run-dir)",
             )
     if own:
         assert isinstance(module, ModelAndLoss), "no other has a loss with a state"

@@ -142,7 +142,7 @@ def put_cut(
         raise SnapshotError(
             f"it is of another model or loss: {other[0]} is on one side alone",
             where="mh.Trainer(model=…, loss=…)",
-            fix="start in another --run-dir, or take back the change",
+            fix="take back the change, or begin again in another folder (of a run: --run-dir)",
         )
     for name, tensor in own.items():
         if not isinstance(tensor, Tensor) or name not in given:
@@ -152,7 +152,7 @@ def put_cut(
             raise SnapshotError(
                 f"it is of another model or loss: {name} has shape {tuple(value.shape)} there and {block.shape} here",
                 where="mh.Trainer(model=…, loss=…)",
-                fix="start in another --run-dir, or take back the change",
+                fix="take back the change, or begin again in another folder (of a run: --run-dir)",
             )
         stored_here = value.block(block.box) if isinstance(value, StoredTensor) else holding.local(value)
         if tuple(stored_here.shape) != tuple(block.local.shape):

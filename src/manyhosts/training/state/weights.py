@@ -267,7 +267,8 @@ def _in_file(path: Path) -> Mapping[str, Stored]:
 def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
     inner = weights.get("state_dict", weights) if isinstance(weights, Mapping) else None
     if not isinstance(inner, Mapping) or not all(isinstance(value, Tensor) for value in inner.values()):
-        raise ConfigError("the file holds no state_dict", where=init.where, fix=_FIX)
+        keys = f", but {', '.join(map(str, list(weights)[:8]))}" if isinstance(weights, Mapping) else ""
+        raise ConfigError(f"no state_dict is in it{keys}", where=init.where, fix=_FIX)
     return {name: _InMemory(tensor) for name, tensor in inner.items()}
 
 

@@ -30,6 +30,7 @@ def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str)
         resumed_from="" if loaded is None else str(loaded.path),
         seconds_done=state.seconds,
         epochs_done=place.epochs,
+        workers=training.parts.world.size,
     )
     run_log.emit(run_log.started)
     for skipped in loaded.skipped if loaded is not None else []:

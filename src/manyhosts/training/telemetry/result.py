@@ -12,7 +12,7 @@ class Result:
     """How a run ended. The same on every worker."""
 
     status: str
-    """`completed`, `stopped early` or `interrupted`."""
+    """`completed` or `stopped early`. A run that a signal asks to stop ends the script: `fit` raises `SystemExit`."""
     reason: str
     """Why it ended, in words."""
     steps: int

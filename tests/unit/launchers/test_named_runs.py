@@ -215,7 +215,8 @@ def test_run_that_was_continued_and_killed_is_not_over(runs: Path, capsys: pytes
     summarise(lines, record()).write(runs / "older" / "summary.json")
     assert main(["status", "runs/older"]) == 0
     assert "done" in capsys.readouterr().out
-    (runs / "older" / "run.json").touch()  # it was begun again
+    later = (runs / "older" / "summary.json").stat().st_mtime + 1
+    os.utime(runs / "older" / "run.json", (later, later))  # it was begun again
     main(["status", "runs/older"])
     said = capsys.readouterr().out
     assert "done" not in said

@@ -149,3 +149,22 @@ def test_run_that_did_not_end_has_nothing_to_compare_with(project: Path, tmp_pat
     done = manyhosts(tmp_path, "reproduce", "run")
     assert done.returncode == 2
     assert "this run has no weights to compare with: broke off" in done.stderr
+
+
+def test_run_that_was_made_longer_is_reproduced_as_long_and_the_new_run_is_one_like_others(
+    project: Path, tmp_path: Path
+) -> None:
+    for name in ("train.py", "nets.py"):
+        (tmp_path / name).write_text((project / name).read_text())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "inputs.npy").write_bytes((project / "data" / "inputs.npy").read_bytes())
+    for duration in ("1 epoch", "2 epochs"):
+        words = ("run", "--workers", "1", "--run-dir", "run", "--set", f"duration={duration}", "train.py")
+        assert manyhosts(tmp_path, *words).returncode == 0
+    code, found = reproduced(tmp_path)
+    assert (code, found["is_equal"]) == (0, True)
+    record = json.loads((Path(found["again"]) / "run.json").read_text())
+    assert record["script"] == str(tmp_path / "train.py")
+    done = manyhosts(tmp_path, "reproduce", "--dry-run", found["again"])
+    assert done.returncode == 0, done.stderr
+    assert "duration=2 epochs" in done.stdout

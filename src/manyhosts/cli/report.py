@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -39,6 +40,9 @@ def report(directories: tuple[str, ...], output: str | None, markdown: bool, tra
     name = _CARD if markdown else "report.html"
     default = folders[0] / name if len(folders) == 1 else Path(_COMPARED).absolute()
     place = Path(output) if output else default
+    if place.is_dir():
+        fix = f"name a file: --output {shlex.quote(str(place / default.name))}"
+        raise ConfigError("the page would be a folder", where=str(place.absolute()), fix=fix)
     try:
         write_atomically(place, text.encode(errors="replace"))
     except OSError as cause:

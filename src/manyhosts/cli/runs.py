@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,9 +37,12 @@ def runs(folder: str, as_json: bool, trace: bool) -> int:
 
     place = Path(folder).absolute()
     if not place.is_dir():
-        raise ConfigError(
-            "there is no such folder", where=str(place), fix="start a run, or name the folder that has some"
-        )
+        what = "this is a file, and no folder of runs" if place.exists() else "there is no such folder"
+        raise ConfigError(what, where=str(place), fix="start a run, or name the folder that has some")
+    if (place / "run.json").exists():
+        run, others = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
+        fix = f"to see it: manyhosts status {run}; runs next to it: manyhosts runs {others}"
+        raise ConfigError("this is a run itself, and no folder of runs", where=str(place), fix=fix)
     found = listed(place)
     if as_json:
         print(json.dumps([run.to_json() for run in found], indent=1))

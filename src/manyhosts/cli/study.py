@@ -180,7 +180,7 @@ def _varied(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
         if not all(values):
             raise ConfigError(f"cannot read {key}={text!r}", where="--vary", fix=f"write it as --vary {key}=A,B")
         found[key.strip()] = values
-    overrides.check_keys(found)
+    overrides.check_keys(found, where="--vary")
     for key, values in found.items():
         for value in values:
             overrides.check_value(key, value, where="--vary")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ class InitFrom:
     freeze: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str | PathLike | Mapping):
+            raise ConfigError(
+                f"init_from is given a {type(self.source).__name__}, and takes a path or a state_dict",
+                where="init_from",
+                fix='write init_from="runs/first", or init_from=other.state_dict()',
+            )
         for key in ("missing", "extra", "freeze"):
             if isinstance(getattr(self, key), str):
                 raise ConfigError(

@@ -41,7 +41,12 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ConfigError(f"there is no {path.name}", where=str(path.parent), fix="write one: manyhosts env lock")
-    return dict(read_json(path, version=SCHEMA_VERSION)["hosts"])
+    try:
+        return dict(read_json(path, version=SCHEMA_VERSION)["hosts"])
+    except (ConfigError, KeyError, TypeError) as cause:
+        what = cause.what if isinstance(cause, ConfigError) else f"{path.name} names no hosts"
+        fix = "write it again: manyhosts env lock, with the same --hosts"
+        raise ConfigError(what, where=str(path), fix=fix) from cause
 
 
 def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Finding]:
@@ -84,6 +89,15 @@ def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Find
                 )
 
 
+_HEAD = f"# A container for training, with the versions of {NAME}."
+
+
+def is_recipe(folder: Path) -> bool:
+    """Whether the Dockerfile of `folder` is one that `write_recipe` has written."""
+    path = folder / "Dockerfile"
+    return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
+
+
 def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
     """Write a Dockerfile, and the versions it installs, of what the first host in a lock has. Returns both."""
     host = next(iter(kept.values()))
@@ -97,7 +111,7 @@ def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
     )
     wheel = f"manyhosts-{host['manyhosts']}-py3-none-any.whl"
     recipe = (
-        f"# A container for training, with the versions of {NAME}. Next to it: requirements.lock and {wheel},\n"
+        f"{_HEAD} Next to it: requirements.lock and {wheel},\n"
         f"# which `pip wheel --no-deps .` makes in a clone of manyhosts.\n{note}"
         f"FROM python:{host['python']}-slim\n"
         "ARG PIP_EXTRA_INDEX_URL=\n"

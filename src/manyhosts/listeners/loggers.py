@@ -8,6 +8,7 @@ All call a value alike: `train/loss`, `train/lr`, `train/gradient_norm`, `valida
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
+
+_LOG = logging.getLogger("manyhosts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,9 @@ class Logger:
         """Write what is left. Safe to call twice."""
         self.write_rest()
 
+    def begin_run(self, run_dir: Path) -> None:
+        """What comes is of the run in `run_dir`."""
+
     def begin_at(self, step: int) -> None:
         """The run begins, or is resumed, after `step`: what later steps had is reported again."""
 
@@ -91,13 +97,14 @@ class Logger:
 class CSVLogger(Logger):
     """Writes a table with a line for each step, validation and test, and a column for each value.
 
-    A run that is resumed continues the table after its snapshot. The table is on the disk before each snapshot.
+    A run that is resumed continues the table after its snapshot. The table is on the disk before each snapshot. That of
+    another run, which was begun before, is set aside as `values-RUN.csv`, and taken up again where that run is resumed.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """`path`: of the table. A run of its own has one of its own."""
+        """`path`: of the table of the run that was begun last."""
         super().__init__()
-        self.path = Path(path)
+        self._path, self._run = Path(path), ""
         self._columns: list[str] = []
         self._has_old_test = False
         """Whether a test that the table has may be made again: a run that is over was begun again."""
@@ -105,6 +112,38 @@ class CSVLogger(Logger):
     def flush(self) -> None:
         """Have every line in the file."""
         self.write_rest()
+
+    @property
+    def path(self) -> Path:
+        """Of this run's table: another run may have been begun meanwhile, whose table is in its place."""
+        return self._path if self._owner() in ("", self._run) else self._place_of(self._run)
+
+    def begin_run(self, run_dir: Path) -> None:
+        """Have the table of this run in its place, and that of another one out of it."""
+        self._run, before = str(run_dir), self._owner()
+        if not self._run or before == self._run:
+            return
+        if before and self._path.exists():
+            os.replace(self._path, self._place_of(before))
+            _LOG.warning("%s had the values of %s: they are in %s now", self._path, before, self._place_of(before))
+        if self._place_of(self._run).exists():
+            os.replace(self._place_of(self._run), self._path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._owner_file.write_text(self._run)
+
+    @property
+    def _owner_file(self) -> Path:
+        """Names the run whose table is in the place."""
+        return self._path.with_name(f".{self._path.name}.run")
+
+    def _owner(self) -> str:
+        try:
+            return self._owner_file.read_text()
+        except OSError:
+            return ""
+
+    def _place_of(self, run_dir: str) -> Path:
+        return self._path.with_name(f"{self._path.stem}-{Path(run_dir).name}{self._path.suffix}")
 
     def begin_at(self, step: int) -> None:
         """Leave of the table what is true of the run until `step`."""

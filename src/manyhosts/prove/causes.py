@@ -23,10 +23,30 @@ def find(trials: Trials, one: Setup, other: Setup, found: Departure, promise: st
     for cause in _suspects(trials, trials.run(one), trials.run(other), found, promise):
         if cause is not None:
             return cause
+    if promise == "workers" and (cause := _of_sum(trials.run(one), trials.run(other), found)):
+        return cause
     return Cause(
         "unknown",
-        "no cause was found: the data, a second pass over the same samples and halves of a batch give the same",
+        "no cause was found in the data, in a second pass over the same samples, nor, where that can be tried, in "
+        "halves of a batch",
         "look at what the script does between the last step that is equal and the one that is not",
+    )
+
+
+def _of_sum(ours: Trial, theirs: Trial, found: Departure) -> Cause | None:
+    """A loss that is as many times as large as the batch is cut into more pieces: of loops that cannot be tried."""
+    try:
+        first, second = map(float, found.seen)
+    except ValueError:
+        return None
+    ratio = theirs.setup.workers / ours.setup.workers
+    if found.what != "loss" or not second or not math.isclose(first / second, ratio, rel_tol=1e-3):
+        return None
+    return Cause(
+        "loss is a sum",
+        "the loss adds up over the samples, and is no mean over them",
+        'use reduction="mean", or give what it counts: {"loss": loss, "count": n} from run.backward\'s function',
+        f"the loss of step {found.step} is {first:g}, and on {ratio:g} times as many workers {second:g}",
     )
 
 

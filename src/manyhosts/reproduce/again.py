@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
 from manyhosts.launchers.launch import new_run_dir
 from manyhosts.records import provenance
+from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.provenance import DIFF, NAME, Provenance, git
 from manyhosts.records.run_record import RunRecord
 from manyhosts.report.run import WELL, read_run
@@ -95,7 +97,7 @@ class Again:
             words += ["--set", f"{key}={value}"]
         is_module = found.kind == "module"
         program = found.program if is_module else str(root / provenance.below(Path(found.code.root), found.program))
-        return [*words, *(["-m"] if is_module else []), program, *found.arguments]
+        return [*words, *(["-m"] if is_module else []), program, *self.record.arguments]
 
     @property
     def _set_later(self) -> list[str]:
@@ -141,6 +143,7 @@ class Again:
             record = RunRecord.read(self.run_dir_again / "run.json")
             if len(record.hosts) != len(self.record.hosts):
                 reported.append(Difference("hardware", f"hosts: {len(record.hosts)}, and was {len(self.record.hosts)}"))
+        self._say_where_code_is(root)
         return Reproduction(
             run=str(self.run_dir),
             again=str(self.run_dir_again),
@@ -149,6 +152,13 @@ class Again:
             code=code,
             differences=reported,
         )
+
+    def _say_where_code_is(self, root: Path) -> None:
+        """Have the record of the new run name the files that the old one names: those in `root` may be gone soon."""
+        own, original = str(root), self.found.code.root
+        for path in (self.run_dir_again / "run.json", self.run_dir_again / provenance.NAME / "state.json"):
+            if own != original and path.exists():
+                write_json(path, _moved(read_json(path), own, original))
 
     def command(self, root: Path) -> str:
         """What is run, for a person."""
@@ -169,6 +179,16 @@ class Again:
         kept = {name: value for name, value in found.environment.items() if name != overrides.VARIABLE}
         threads = {"OMP_NUM_THREADS": found.hardware.get("threads", "1")}
         return {**os.environ, **threads, **kept, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _moved(value: Any, own: str, other: str) -> Any:
+    """`value` with every path that is in the folder `own` in `other`."""
+    if isinstance(value, dict):
+        return {key: _moved(each, own, other) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_moved(each, own, other) for each in value]
+    is_there = isinstance(value, str) and (value == own or value.startswith(f"{own}{os.sep}"))
+    return other + value[len(own) :] if is_there else value
 
 
 def see(found: Provenance) -> str:

@@ -151,7 +151,8 @@ class Workers:
                     "MASTER_PORT": str(port),
                 }
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "manyhosts.serve.model_process"),
+                # No file of the working directory is imported: one may be called csv.py.
+                *(sys.executable, "-P", "-m", "manyhosts.serve.model_process"),
                 env=variables,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),

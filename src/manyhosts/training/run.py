@@ -36,6 +36,7 @@ _NAMES = {
     r"mh\.Trainer\(": "mh.Run(",
     r"mh\.Run\((model|optimizer)=": r"mh.Run(\1s=",
     r"mh\.Run\(schedule=": "mh.Run(schedulers=",
+    r"\bset clip_gradients\b": "clip in the step, run.update(clip=1.0)",
     r"\btrainer\.fit\(": "run.fit(step, ",
     r"\btrainer\.(fit|validate|test|predict|save|model)\b": r"run.\1",
 }
@@ -144,6 +145,10 @@ class Run(Session):
         evaluate: UserStep | None = None,
         **options: Unpack[Options],
     ) -> None:
+        given: object = models
+        if isinstance(given, list | tuple):
+            fix = 'give each a name: models={"first": Net, "second": Other}'
+            raise ConfigError(f"models is a {type(given).__name__}", where="mh.Run(models=…)", fix=fix)
         self._models = models if isinstance(models, Mapping) else {"model": models}
         self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
         one_for_all = {} if schedulers is None else dict.fromkeys(self._makers, schedulers)

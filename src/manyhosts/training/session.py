@@ -135,6 +135,9 @@ class Session:
     has_counts = False
     """Whether `step` may say what a batch of an evaluation counts, by a value named `count`."""
 
+    speaks = True
+    """Whether it says on the terminal which weights an evaluation without `fit` has used."""
+
     called_in = "mh.Trainer(step=…)"
     """Where the script says what the model makes of a batch of held-out data, where it has no loss."""
 
@@ -338,7 +341,7 @@ class Session:
         """Report which weights were used: in the run's record, or, where nothing was trained, on the terminal."""
         if self._run is not None:
             self._emit(self._run, Note(text=text, step=self._run.state.step, time=time.time()))
-        elif self.world.is_rank_0 and ((there := self._place.trained()) or not self._begins_with_given):
+        elif self.speaks and self.world.is_rank_0 and ((there := self._place.trained()) or not self._begins_with_given):
             text += ": fit was not called, and they are those that the model begins with"
             text += f"; {there} holds weights that were trained: fit takes them up, or init_from" if there else ""
             sys.stderr.write(f"manyhosts: {text}\n")

@@ -220,6 +220,7 @@ def _take(trainer: Session, path: Path) -> Loaded:
         RuntimeError: it went away meanwhile; the model is neither the one nor the other.
     """
     parts, loaded, error = trainer.parts, None, None
+    trainer.speaks = False  # its weights are those of a snapshot, of which the caller says which
     try:
         loaded = load(path, parts.fits())
     except SnapshotError as found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from made_runs import make_run
 
 from manyhosts.cli.init import TRAIN
 from manyhosts.cli.main import main
@@ -178,3 +179,32 @@ def test_remedy_is_of_what_was_typed(
         (tmp_path / name).touch()
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_run_directory_of_the_environment_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("MANYHOSTS_RUN_DIR", "runs/mine")
+    assert main(["run", "--dry-run", "train.py"]) == 0
+    assert f"{tmp_path}/runs/mine" in capsys.readouterr().out
+    assert main(["run", "--dry-run", "--run-dir", "runs/other", "train.py"]) == 0
+    assert "runs/mine" not in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")  # of a worker, which starts a run of its own
+    assert main(["run", "--dry-run", "train.py"]) == 0
+    assert "runs/mine" not in capsys.readouterr().out
+
+
+def test_place_of_a_page_that_is_a_folder_and_a_run_in_place_of_runs_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "one")
+    for place in (".", "/", "runs"):
+        assert main(["report", "--output", place, "runs/one"]) == 2
+        assert "name a file: --output" in capsys.readouterr().err
+    assert main(["runs", "runs/one"]) == 2
+    assert "to see it: manyhosts status runs/one; runs next to it: manyhosts runs runs" in capsys.readouterr().err
+    assert main(["runs", "runs/one/run.json"]) == 2
+    assert "this is a file" in capsys.readouterr().err

@@ -77,3 +77,21 @@ def test_lock_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / lock.NAME).write_text('{"schema_version": 9, "hosts": {}}')
     with pytest.raises(ConfigError, match="schema version 9"):
         lock.in_folder(tmp_path)
+
+
+def test_recipe_of_somebody_else_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lock.write(tmp_path / "manyhosts.lock", [host()])
+    (tmp_path / "Dockerfile").write_text("FROM mine\n")
+    assert main(["env", "container"]) == 2
+    assert "Dockerfile is there already" in capsys.readouterr().err
+    assert (tmp_path / "Dockerfile").read_text() == "FROM mine\n"
+    (tmp_path / "Dockerfile").unlink()
+    assert main(["env", "container"]) == 0
+    assert main(["env", "container"]) == 0, "our own is written again"
+    (tmp_path / "manyhosts.lock").write_text("{")
+    capsys.readouterr()
+    assert main(["env", "container"]) == 2
+    assert "write it again: manyhosts env lock" in capsys.readouterr().err

@@ -365,3 +365,10 @@ def test_log_of_a_run_directory_with_a_space_is_found() -> None:
     engine = slurm(scontrol=RUNNING.format(log="/home/me/my runs/slurm-4711.log"))
     found = engine.status("4711")
     assert (found.log, found.hosts, found.state) == ("/home/me/my runs/slurm-4711.log", "n[1-2]", "running")
+
+
+def test_job_that_is_refused_leaves_no_run(tmp_path: Path) -> None:
+    engine = slurm(sbatch=LaunchError("sbatch refused: no such partition"))
+    with pytest.raises(LaunchError, match="sbatch refused"):
+        engine.send(engine.plan(job(tmp_path)))
+    assert not (tmp_path / "run").exists()

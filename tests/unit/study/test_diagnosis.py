@@ -15,7 +15,7 @@ from manyhosts.study import columns, fits
 from manyhosts.study.points import Asked, Point
 from manyhosts.study.rows import Size
 from manyhosts.study.study import known
-from manyhosts.study.verdict import Verdict, to_gain, verdict_on
+from manyhosts.study.verdict import Verdict, _of_snapshots, to_gain, verdict_on
 
 SCRIPT = __file__  # any file that is there
 
@@ -233,3 +233,11 @@ def test_the_next_size_is_the_measure_where_the_smallest_failed(tmp_path: Path) 
     assert (two["speed_up"], two["efficiency"]) == (1.0, 1.0)
     assert four["speed_up"] == pytest.approx(2, rel=0.05)
     assert four["efficiency"] == pytest.approx(four["speed_up"] / 2)
+
+
+def test_advice_for_snapshots_is_not_what_is_set_already(tmp_path: Path) -> None:
+    given = asked()
+    assert "snapshots.every" in _of_snapshots(given)
+    set_already = replace(given, settings={"snapshots.every": "30 min"})
+    assert "snapshots.every" not in _of_snapshots(set_already)
+    assert "validate_every" in _of_snapshots(set_already)

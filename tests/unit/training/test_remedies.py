@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import shutil
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 import manyhosts as mh
 from manyhosts.data.steps import mapped
-from manyhosts.errors import ConfigError
+from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.training.loop.compute import check_doubles, number_of
 from manyhosts.training.loss_weights.weighing import TargetMean
 from manyhosts.training.setup.run_place import RunPlace
@@ -173,6 +174,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "as long as the entire run",
     ),
     "an argument of elsewhere": (lambda: own(criterion=1), "no argument 'criterion'", "run.backward(loss)"),
+    "a directory of a number": (lambda: trainer(run_dir=5), "run_dir is a int", "run_dir="),
+    "weights of a number": (lambda: trainer(init_from=3), "init_from is given a int", "init_from="),
+    "a checkpoint of several things": (
+        lambda: trainer(init_from={"model": net().state_dict(), "epoch": 3}),
+        "no state_dict is in it, but model, epoch",
+        "torch.load(PATH)['model']",
+    ),
+    "models without names": (lambda: own(models=[net]), "models is a list", "give each a name"),
+    "a loss that is no number": (
+        lambda: own().fit(step_of(lambda run, batch: cross_entropy(run, batch) * math.nan), "1 step"),
+        "loss is nan",
+        "run.update(clip=1.0)",
+    ),
     "an order of no batch": (
         lambda: mh.Order(50, batch_size=64, drop_last=True),
         "drop_last leaves no batch",
@@ -187,7 +201,7 @@ def test_habits_of_elsewhere_are_answered_with_what_to_write(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make, what, fix = REFUSED[case]
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ManyhostsError) as raised:
         make()
     assert what in raised.value.what
     assert fix in raised.value.fix
@@ -445,3 +459,13 @@ def test_model_with_a_state_of_its_own_is_saved_by_torch(tmp_path: Path) -> None
     assert torch.load(tmp_path / "net.pt", weights_only=True)["_extra_state"] == {"seen": 3}
     with pytest.raises(ConfigError, match="_extra_state is a dict, and safetensors keeps tensors alone"):
         made.save(tmp_path / "net.safetensors")
+
+
+def test_best_model_that_somebody_has_removed_is_not_said_to_be_elsewhere(tmp_path: Path) -> None:
+    made = trainer(run_dir=tmp_path)
+    made.fit("2 epochs")
+    shutil.rmtree(tmp_path / "best")
+    run = made._run
+    assert run is not None
+    said = run.snapshot_schedule.put_aside_best(run.state)
+    assert said.endswith("is not on the disk; the best weights are the last ones")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections import Counter
@@ -318,8 +319,15 @@ class Slurm(Engine):
         """
         self._see_pyxis(plan.job)
         self._see_room(plan.job)
+        was_there = plan.job.run_dir.exists()
         self.write_files(plan)
-        return self._ask(plan.command).strip().partition(";")[0]  # number;cluster
+        try:
+            sent = self._ask(plan.command)
+        except LaunchError:
+            if not was_there:  # nothing has begun in it
+                shutil.rmtree(plan.job.run_dir, ignore_errors=True)
+            raise
+        return sent.strip().partition(";")[0]  # number;cluster
 
     def status(self, name: str) -> Status:
         """What scontrol knows of it, or sacct where it is over for long."""

@@ -16,7 +16,7 @@ from manyhosts.cluster.place import Place
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.config.settings import Settings
-from manyhosts.errors import ManyhostsError
+from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import script_imports
 from manyhosts.records.run_directory import SEPARATE_DISKS, UNASKED, VARIABLE, RunDirectory, check_is_folder
 from manyhosts.snapshot.separate_disks import own_disk
@@ -29,6 +29,10 @@ class RunPlace:
 
     def __init__(self, session: ProcessSession, run_dir: str | Path | None) -> None:
         """`run_dir`: the script's own word for it."""
+        given: object = run_dir
+        if not isinstance(given, str | os.PathLike | None):
+            what = f"run_dir is a {type(given).__name__}, and names a directory"
+            raise ConfigError(what, where="mh.Trainer(run_dir=…)", fix='write run_dir="runs/mine"')
         self.number = session.next_number()
         self.script = _script()
         self._session, self._run_dir = session, run_dir

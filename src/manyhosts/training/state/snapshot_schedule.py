@@ -151,12 +151,14 @@ class SnapshotSchedule:
         if not self.parts.world.any(self.lacks_best(state)):
             return ""
         name = f"best-{time.strftime('%Y%m%d-%H%M%S')}"
-        if self.store.leads_disk() and self.directory.best.exists():
+        is_there = self.store.leads_disk() and self.directory.best.exists()
+        if is_there:
             self.directory.best.rename(self.directory.path / name)
-        self.parts.world.barrier()  # no one takes it meanwhile
+        # No one takes it meanwhile.
+        other = ": best had that of another step, as of a part of the run that was not resumed, which is in {} now"
+        where = other.format(name) if self.parts.world.any(is_there) else ""
         return (
-            f"the best model, of step {state.best_step}, is not on the disk: best had that of another step, as of a "
-            f"part of the run that was not resumed, which is in {name} now; the best weights are the last ones"
+            f"the best model, of step {state.best_step}, is not on the disk{where}; the best weights are the last ones"
         )
 
     def leave_out(self, state: RunState) -> None:

@@ -267,8 +267,11 @@ def _in_file(path: Path) -> Mapping[str, Stored]:
 def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
     inner = weights.get("state_dict", weights) if isinstance(weights, Mapping) else None
     if not isinstance(inner, Mapping) or not all(isinstance(value, Tensor) for value in inner.values()):
-        keys = f", but {', '.join(map(str, list(weights)[:8]))}" if isinstance(weights, Mapping) else ""
-        raise ConfigError(f"no state_dict is in it{keys}", where=init.where, fix=_FIX)
+        entries = weights if isinstance(weights, Mapping) else {}
+        keys = f", but {', '.join(map(str, list(entries)[:8]))}" if entries else ""
+        inside = [key for key, each in entries.items() if isinstance(each, Mapping)]
+        fix = f"give one of its entries: init_from=torch.load(PATH)[{inside[0]!r}]; or " if inside else ""
+        raise ConfigError(f"no state_dict is in it{keys}", where=init.where, fix=f"{fix}{_FIX}")
     return {name: _InMemory(tensor) for name, tensor in inner.items()}
 
 

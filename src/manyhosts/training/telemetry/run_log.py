@@ -39,6 +39,7 @@ from manyhosts.events import (
     WorkerTimes,
 )
 from manyhosts.listeners.broadcast import Broadcast
+from manyhosts.listeners.loggers import Logger
 from manyhosts.listeners.metrics_file import WriteMetrics
 from manyhosts.listeners.standard import standard
 from manyhosts.records import first_batch, provenance, run_lock
@@ -131,10 +132,17 @@ class RunLog:
             else:
                 self._keep_provenance()
             record.write(self.directory.run_json)
+            self._name_run()
             self.news = Broadcast([*standard(self.directory, record), *self.listeners])
             self.led = True
         self.copy_records()
         self.open_samples()
+
+    def _name_run(self) -> None:
+        """Tell loggers that keep values of several runs which one this is."""
+        for each in self.listeners:
+            if isinstance(each, Logger):
+                each.begin_run(self.directory.path)
 
     def _keep_provenance(self) -> None:
         """Write down what the run comes from; who watches the trials of a script has no use for it."""
@@ -179,6 +187,7 @@ class RunLog:
         metrics = MetricsFile(self.directory.metrics)
         was_told = metrics.take_over()
         record = RunRecord.read(self.directory.run_json)
+        self._name_run()
         self.news = Broadcast(
             [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import manyhosts as mh
 from manyhosts.data import loader_process
@@ -75,3 +78,27 @@ def test_loader_process_that_does_not_begin_is_forked_once_more(dataset: Any, tm
     stuck = (1, 2, forked)
     [(found, more)] = run_ranks(1, fit, tmp_path / "some never", dataset, stuck)
     assert (found, more) == (weight, forked + len({1, 2, forked}))
+
+
+class Slow(Rows):
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.2)
+        return SAMPLES[index]
+
+
+def test_loader_ends_for_its_worker_and_not_for_a_scheduler_that_asks_all_processes(tmp_path: Path) -> None:
+    """A worker that is asked to stop needs its batches to come to the end of its step, and to save."""
+    context = loader_process.context()
+    loader = DataLoader(Slow(), batch_size=1, num_workers=1, multiprocessing_context=context)
+    batches = iter(loader)
+    next(batches)
+    [process] = batches._workers
+    told = subprocess.run([sys.executable, "-c", f"import os; os.kill({process.pid}, 15)"], check=True)
+    assert told.returncode == 0
+    assert len(list(batches)) == len(SAMPLES) - 1
+    batches = iter(loader)
+    next(batches)
+    [process] = batches._workers
+    process.terminate()
+    process.join(20)
+    assert process.exitcode is not None

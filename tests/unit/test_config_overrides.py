@@ -219,6 +219,10 @@ def test_wrong_value_or_key_of_a_file_is_told_with_its_file(text: str, what: str
         ("sync_every=4", "sync_at_most=6"),
         ("servers=2", "dedicated=true"),
         ("dedicated=true",),
+        ("sync_every=2", "outer_lr=0.5"),
+        ("fragments=16", "outer_lr=0.5"),
+        ("dedicated=true", "staleness=4"),
+        ("sync_rule=quadratic", "sync_at_most=6"),
     ],
 )
 def test_settings_that_others_decide_the_range_of_are_looked_at_together(words: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -170,11 +171,14 @@ def _check_methods(callback: Callback) -> None:
     """
     kind, known = type(callback), {name for name in vars(Callback) if not name.startswith("_")} - {"name"}
     own = _own(kind)
+    methods = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, FunctionType)]
+    used = {name for each in methods for name in each.__code__.co_names}  # a method may call another of its own
     for name in dir(kind):
         if name in known or name.startswith("_") or not callable(getattr(kind, name)):
             continue
         like = get_close_matches(name, [each for each in known if each not in own], n=1, cutoff=_LIKE)
-        if meant := _ELSEWHERE.get(name) or "".join(like) or ("after_step" if name.startswith("on_") else ""):
+        other = "after_step" if name.startswith("on_") and name not in used else ""
+        if meant := _ELSEWHERE.get(name) or "".join(like) or other:
             raise ConfigError(
                 f"callback {kind.__name__} has a method {name!r}, which nothing calls",
                 where="mh.Trainer(callbacks=…)",

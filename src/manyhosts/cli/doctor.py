@@ -89,7 +89,13 @@ def doctor(
 
 
 def examined(
-    where: Where, *, run_dir: str | None = None, data: Sequence[str] = (), script: str = "", silent: bool = False
+    where: Where,
+    *,
+    run_dir: str | None = None,
+    data: Sequence[str] = (),
+    script: str = "",
+    silent: bool = False,
+    compares: bool = True,
 ) -> Examination | int:
     """What the doctor finds there; or the exit code of this very command, where it was called again in an allocation.
 
@@ -118,7 +124,7 @@ def examined(
         else:
             with access.over_ssh(job) if engine.USES_SSH else access.in_a_job(engine, job) as (reached, lost):
                 examination = examine(reached, lost, request, progress.doing)
-    if (kept := lock.in_folder(Path.cwd())) is not None:
+    if compares and (kept := lock.in_folder(Path.cwd())) is not None:
         examination.findings = worst_first([*examination.findings, *lock.findings(kept, examination.hosts)])
     return examination
 
@@ -310,14 +316,16 @@ def lock(output: str, trace: bool, **words: str | None) -> int:
     """
     from manyhosts.doctor import lock as locks
 
-    found = examined(Where(**typed_first(words)))
+    found = examined(Where(**typed_first(words)), compares=False)
     if isinstance(found, int):
         return found
     lost = [finding for finding in found.findings if finding.check == "reach"]
     if lost or not found.hosts:
         what = lost[0].what if lost else "no host was reached"
         raise LaunchError(what, where="--hosts", fix="mend that first: a lock holds all hosts that are named")
-    kept = locks.in_folder(Path(output).parent) if Path(output).name == locks.NAME else None
+    kept = None
+    with contextlib.suppress(ConfigError):  # one that cannot be read is written again
+        kept = locks.in_folder(Path(output).parent) if Path(output).name == locks.NAME else None
     locks.write(Path(output), found.hosts)
     if gone := sorted((kept or {}).keys() - {host["name"] for host in found.hosts}):
         print(f"{output} had {', '.join(gone)}, too, and has not any more: name all hosts at once", file=sys.stderr)

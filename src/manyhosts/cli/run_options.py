@@ -198,9 +198,12 @@ def check(ours: Sequence[str], rest: Sequence[str], known: Collection[str]) -> N
         if (meant := _meant(name, value)) is None:
             continue
         left = after[1:] if takes else after
+        elsewhere = any(each.partition("=")[0] in _SEVERAL_HOSTS for each in [*ours, *left])
+        meant = ["--workers-per-node", meant[1]] if elsewhere and meant[0] == "--workers" else meant
         given = _given(meant, [*ours[:place], *left])
         others = [*ours[:place], *([] if given else meant), *left]
-        chosen = f"CUDA_VISIBLE_DEVICES={value} " if name in _GPUS and _LISTED.fullmatch(value) else ""
+        own = name in _GPUS and not elsewhere and _LISTED.fullmatch(value)
+        chosen = f"CUDA_VISIBLE_DEVICES={value.strip(',')} " if own else ""
         fix = (
             f"{f'{given} is given already; ' if given else ''}type: {chosen}{shlex.join(['manyhosts', 'run', *others])}"
         )
@@ -219,8 +222,9 @@ def _given(meant: Sequence[str], words: Sequence[str]) -> str:
 def _meant(name: str, value: str) -> list[str] | None:
     """Our words for option `name`; None where it is not known what was meant."""
     if name in _GPUS and _LISTED.fullmatch(value):
-        return ["--workers", str(len(value.split(",")))]
-    if _OURS.get(name) in ("--workers", "--nodes") and not re.fullmatch(r"[1-9]\d*(:\d+)?", value):
+        return ["--workers", str(len(value.strip(",").split(",")))]
+    number = {"--workers": r"[1-9]\d*", "--nodes": r"[1-9]\d*(:\d+)?"}.get(_OURS.get(name, ""), "")
+    if number and not re.fullmatch(number, value):
         return [_OURS[name], "N"]
     if name in _OURS:
         return [_OURS[name], value or "N"]

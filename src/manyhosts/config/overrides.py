@@ -190,8 +190,13 @@ def in_our_words(key: str, text: str) -> str:
 _AMOUNT = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 
 
-_DEPEND = {"fragments", "overlap_steps", "sync_at_most", "dedicated"}
-"""Settings of strategies whose range other settings decide."""
+_DEPEND = {
+    "fragments": ("sync_every", "overlap_steps"),
+    "overlap_steps": ("sync_every", "fragments"),
+    "sync_at_most": ("sync_every", "sync_rule"),
+    "dedicated": ("servers",),
+}
+"""Settings of strategies, and the others that decide their range; without the first of these the run alone knows it."""
 
 
 def check_value(key: str, text: str, *, where: str, others: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -212,11 +217,11 @@ def check_value(key: str, text: str, *, where: str, others: Mapping[str, str] = 
                 Duration.parse(text, where=where)
         else:
             kind = BY_NAME[_strategies_with(key)[0]]
-            own = {each.name: others[each.name] for each in dataclasses.fields(kind) if each.name in others}
             _read(text, types_of := typing.get_type_hints(kind)[key], key)
             _check_word(text, types_of, key)
-            if key not in _DEPEND or len(own) > 1:
-                _replace(kind(), {**own, key: text}, "")
+            deciding = _DEPEND.get(key, ())
+            if not deciding or deciding[0] in others:
+                _replace(kind(), {**{each: others[each] for each in deciding if each in others}, key: text}, "")
     except ConfigError as error:
         raise ConfigError(error.what, where=f"{where} {key}={text}", fix=error.fix) from error
 

@@ -114,7 +114,9 @@ class Loop:
             while waiting:
                 callback(waiting.pop(0))
 
-        old = {number: signal.signal(number, note) for number in signals}
+        # `nohup` has SIGHUP ignored: what is started so outlives its terminal.
+        heard = [each for each in signals if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+        old = {number: signal.signal(number, note) for number in heard}
         self.watch(reading, drain)
 
         def undo() -> None:

@@ -7,6 +7,7 @@ itself has to say stays.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -214,8 +215,9 @@ class Stream(io.TextIOBase):
                     waiting.poll(1000)
                     continue
                 on_taken()
-        except (OSError, ValueError):
-            self.is_closed = True  # the reader went away; the run does not depend on it
+        except (OSError, ValueError) as error:
+            # The reader went away; the run does not depend on it. A disk that is full may have room again.
+            self.is_closed = getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
     def _encoded(self, text: str) -> bytes:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
@@ -40,7 +41,18 @@ class _Process(ForkProcess):
         os.close(reader)
         os.write(writer, b"\n")
         os.close(writer)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
+
+
+def _end_for(parent: int) -> None:
+    """End when `parent` sends SIGTERM, and not when a scheduler sends it to all processes: the worker needs its batches
+    to come to the end of its step, and to save.
+    """
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 class _Popen(Popen):

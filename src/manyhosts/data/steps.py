@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -322,7 +323,7 @@ def mapped(batch: Any, change: Any) -> Any:
         return type(batch)(mapped(item, change) for item in batch)
     if isinstance(batch, Mapping):
         changed = {key: mapped(item, change) for key, item in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
+        if not isinstance(batch, UserDict):
             return changed
         of_its_kind = copy(batch)  # a BatchEncoding, say, has methods that a script uses
         of_its_kind.update(changed)

@@ -64,11 +64,13 @@ def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Find
                 f"{package} is {found.get(package, 'missing')}, not {versions[package]}" for package in other[:_MOST]
             ]
             more = f", and {len(other) - _MOST} more" if len(other) > _MOST else ""
+            builds = [each for each in other if _plain(found.get(each, "")) == _plain(versions[each])]
             wanted = " ".join(
-                f"{package}=={versions[package].partition('+')[0]}"
+                f"{package}=={_plain(versions[package])}"
                 for package in other[:_MOST]
-                if package not in ("python", "manyhosts")
+                if package not in ("python", "manyhosts", *builds)
             )
+            more += f"; the build of {builds[0]} comes from an index that has it (--extra-index-url)" if builds else ""
             yield Finding(
                 level="error",
                 check="lock",
@@ -134,6 +136,11 @@ def _of(host: Facts) -> dict[str, Any]:
         "memory": round(host["condition"].get("memory", {}).get("total", 0) / 2**30) if _has_memory(host) else None,
         "gpus": [gpu["name"] for gpu in host["graphics"]["gpus"]],
     }
+
+
+def _plain(version: str) -> str:
+    """A version without the build of it, which no public index has."""
+    return version.partition("+")[0]
 
 
 def _has_memory(host: Facts) -> bool:

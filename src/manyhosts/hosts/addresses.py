@@ -38,7 +38,7 @@ def towards(hosts: Sequence[str]) -> str:
         LaunchError: a name does not resolve.
     """
     ways = Counter(remote_probe.way_to(_resolved(host)) for host in hosts)
-    for way in [way for way, _ in ways.most_common() if way and not way.startswith("127.")]:
+    for way in [way for way, _ in ways.most_common() if way and way != "::1" and not way.startswith("127.")]:
         return way
     return LOOPBACK
 

@@ -53,17 +53,23 @@ def in_file(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
             fix="give a file with a host on each line",
         ) from cause
     slots: dict[str, int | None] = {}
+    said = set[str]()
+    """Those of which a line says how many workers they are to have."""
     for number, line in enumerate(lines, start=1):
         if not line.partition("#")[0].split():
             continue
         where = f"{path}, line {number}"
         name, count = _of_line(line.partition("#")[0].strip(), where)
-        if name in slots:
+        if name in slots and (count is not None or name in said):
             fix = "name it once: name slots=2 gives it two workers"
             raise ConfigError(f"{name} is named twice", where=where, fix=fix)
-        slots[name] = count
+        said |= {name} if count is not None else set()
+        # A scheduler's file names a host once for each worker that it is to have.
+        slots[name] = (slots[name] or 1) + 1 if name in slots else count
     if not slots:
         raise ConfigError("no host is named", where=str(path), fix="write a host on each line")
+    if not said and any(slots.values()):
+        slots = {name: count or 1 for name, count in slots.items()}
     counts = tuple(count for count in slots.values() if count is not None)
     if counts and len(counts) < len(slots):
         without = ", ".join(name for name, count in slots.items() if count is None)
@@ -81,14 +87,17 @@ def _of_line(line: str, where: str) -> tuple[str, int | None]:
     name, count, port = words[0], "", ""
     if found := re.fullmatch(r"([^:]+|.*\]):([^:\]]*)", name):  # not an address of IPv6 without brackets
         name, count = found.groups()
+    if count and any(word.startswith("slots=") for word in words[1:]):
+        raise ConfigError(f"{line!r} says twice how many workers", where=where, fix=_WRITE_LINE)
     for word in words[1:]:
         count = word.removeprefix("slots=") if word.startswith("slots=") else count
         port = word.removeprefix("port=") if word.startswith("port=") else port
         if not word.startswith(("slots=", "port=", "max_slots=", "max-slots=")):
             raise ConfigError(f"cannot read {word!r} of {line!r}", where=where, fix=_WRITE_LINE)
     if count and (not re.fullmatch(r"[1-9]\d*", count) or int(count) > _MOST_SLOTS):
-        is_port = count.isdecimal() and int(count) > _MOST_SLOTS and f":{count}" in words[0]
-        fix = f"{count} would be workers; where it is a port: {name} port={count}" if is_port else _WRITE_LINE
+        fix = f"{_WRITE_LINE}; at most {_MOST_SLOTS} slots"
+        if count.isdecimal() and int(count) > _MOST_SLOTS and f":{count}" in words[0]:
+            fix = f"{count} would be workers; where it is a port: {name} port={count}"
         raise ConfigError(f"cannot read {line!r}", where=where, fix=fix)
     if port:
         name = f"[{name}]:{port}" if ":" in name and "[" not in name else f"{name}:{port}"

@@ -86,7 +86,7 @@ class Broadcast:
                 method()
             except Exception as error:  # it may work the next time: a full disk has room again
                 _LOG.warning("the listener %s could not %s: %s", _name(listener), name, _in_words(error))
-                good = False
+                good = good and not getattr(listener, "KEEPS_RECORD", False)
         return good
 
 

@@ -11,6 +11,7 @@ import csv
 import logging
 import os
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,8 @@ class CSVLogger(Logger):
             return ""
 
     def _place_of(self, run_dir: str) -> Path:
-        return self._path.with_name(f"{self._path.stem}-{Path(run_dir).name}{self._path.suffix}")
+        number = zlib.crc32(run_dir.encode())  # runs of one name in two folders are two
+        return self._path.with_name(f"{self._path.stem}-{Path(run_dir).name}-{number:08x}{self._path.suffix}")
 
     def begin_at(self, step: int) -> None:
         """Leave of the table what is true of the run until `step`."""

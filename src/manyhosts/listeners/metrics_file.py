@@ -13,6 +13,9 @@ class WriteMetrics:
     cost: no one else knows how far the other had come.
     """
 
+    KEEPS_RECORD = True
+    """Whether no snapshot may be ahead of what it writes."""
+
     def __init__(self, metrics: MetricsFile) -> None:
         self.metrics = metrics
         self._resumed_at = -1

@@ -169,7 +169,7 @@ class ShowProgress:
             "epochs": self._epochs(),
             "step": last.step,
             "total_steps": self._start.total_steps if self._start else None,
-            "loss": sum(step.loss * step.samples for step in new_steps) / samples if samples else last.loss,
+            "loss": _mean_loss(new_steps),
             "lr": last.lr,
             "samples_per_second": recent_samples / recent_seconds if recent_seconds > 0 else None,
             "seconds_left": left,
@@ -208,3 +208,11 @@ class ShowProgress:
             return by_steps
         spent = last.time - self._start.time + self._start.seconds_done
         return max(spent / (spent + left) if spent + left > 0 else 0.0, by_steps or 0.0)
+
+
+def _mean_loss(steps: Sequence[StepDone]) -> float:
+    """By what the batches count; of steps that were left out only where there are no others."""
+    known = [(each.loss, each.samples if each.weight is None else each.weight) for each in steps]
+    known = [(loss, weight) for loss, weight in known if weight and math.isfinite(loss)]
+    total = sum(weight for _, weight in known)
+    return sum(loss * weight for loss, weight in known) / total if known else steps[-1].loss

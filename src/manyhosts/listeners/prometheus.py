@@ -41,7 +41,7 @@ class Figures:
         """`families`: the module `prometheus_client.core`. `started`: of a run that another worker has begun."""
         self._families, self._lock = families, threading.Lock()
         self._host, self._workers, self._restarts = socket.gethostname(), record.workers, restarts
-        self._steps = self._samples = 0
+        self._steps, self._samples = 0 if started is None else started.step, 0
         self._last: StepDone | None = None
         self._recent: deque[StepDone] = deque()
         self._validation: dict[str, float] = {}

@@ -76,7 +76,9 @@ def recommend(found: Sequence[Prediction]) -> Recommendation:
             where="--machines" if any(each.machines for each in found) else "--workers",
             fix="take machines with more memory, or cut the passes: --set micro_batch_size=…"
             if of_memory
-            else "ask for fewer workers, or a larger batch: --set batch_size=…",
+            else "ask for fewer workers, or a larger batch: --set batch_size=…"
+            if least is not None and "share a batch" in least.why_not
+            else "ask for other numbers of workers or machines",
         )
     others = [each for each in steady if each.fits and each is not best]
     alone = [each for each in found if each.fits and each.strategy not in SAME_STEPS]

@@ -100,10 +100,8 @@ def resume(trials: Trials) -> Verdict:
         return refused if cause is None else replace(refused, where=f"{refused.where}: {back.error.what}", cause=cause)
     since = min((line["step"] for line in back.trace.begins.values()), default=0)
     if not since:
-        cause = Cause(
-            "no snapshot", "the killed run left no snapshot to continue from", "see what the script does to them"
-        )
-        return Verdict(promise="resume", status="fails", where=where, cause=cause)
+        note = "the killed run had written no snapshot in half a minute: a slow or full disk, or a setting of snapshots"
+        return Verdict(promise="resume", status="not judged", note=note)
     found = of_start(full.trace, back.trace, since) or compare.in_bits(full.trace, back.trace, since=since)
     if found is None:
         return _holds("resume", f"bit for bit, from step {since}", full, back)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from array import array
 from collections import defaultdict
@@ -96,7 +97,7 @@ class Summary:
         with contextlib.suppress(OSError):
             begun = (run_dir / "run.json").stat().st_mtime
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < begun:
+            if path.stat().st_mtime < begun and not _has_ended(run_dir / "metrics.jsonl"):
                 raise ConfigError("the run was begun again since its summary was written", where=str(path))
         return cls.read(path)
 
@@ -120,6 +121,22 @@ class Summary:
         return cls(
             **{name: fields[name] if name in texts else from_words(fields[name]) for name in names if name in fields}
         )
+
+
+_TAIL = 1 << 16
+
+
+def _has_ended(metrics: Path) -> bool:
+    """Whether an end is the last turn on record: a copy of a run may have its files in any order of their times."""
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            event = json.loads(line)["event"]
+            if event in ("start", "restart", "step", "end"):
+                return bool(event == "end")
+    return False
 
 
 def summarise(lines: Iterable[Line], record: RunRecord, *, failure: str = "") -> Summary:
@@ -183,8 +200,12 @@ class Story:
             setattr(self, kind, line)
         if kind != "test":
             self._clock(kind, line["time"])
-        if kind in ("start", "restart"):
-            self._workers = line.get("workers") or self._workers
+            self._count(line.get("workers"))
+
+    def _count(self, given: int | Sequence[Any] | None) -> None:
+        """Take how many workers there are: their number, or what each of them reports, for some may have joined."""
+        if given:
+            self._workers = given if isinstance(given, int) else len(given)
 
     def summary(self, record: RunRecord, *, failure: str = "") -> Summary:
         """Of all that was heard: see `summarise`."""

@@ -98,7 +98,8 @@ def _total(run: Run) -> str:
     seconds = run.spent.seconds
     total = sum(max(0.0, value) for value in seconds.values()) or 1.0
     pieces, at = [], 0.0
-    lost = run.history.seconds - total
+    again = run.summary is not None and (run.summary.restarts or len(run.history.periods) > 1)
+    lost = run.summary.seconds - total if again and run.summary is not None else 0.0
     for cause in CAUSES:
         share = max(0.0, seconds[cause]) / total
         if share:
@@ -107,9 +108,9 @@ def _total(run: Run) -> str:
         at += share
     seen = [cause for cause in CAUSES if seconds[cause] > 0.0005 * total]
     keys = [(f"{SHORT[cause]} {100 * seconds[cause] / total:.1f} %", COLOURS[cause]) for cause in seen]
-    after = f" Work that was lost, and the time down: {seconds_in_words(lost)} more." if lost > _MUCH * total else ""
+    after = [f"Beyond that {seconds_in_words(lost)} went to work that was lost, and to the time down."]
     drawn = strips([Strip("start to end", pieces, seconds_in_words(total))], label="The time of the entire run")
-    return drawn + legend(keys) + paragraphs([f"Each step, on average:{after}"])
+    return drawn + legend(keys) + paragraphs([*after[: lost > _MUCH * total], "Each step, on average:"])
 
 
 def settings_of(record: RunRecord) -> dict[str, str]:

@@ -89,8 +89,9 @@ class Again:
         found, words = self.found, ["run", "--run-dir", str(self.run_dir_again)]
         words += self._options or ["--workers", str(self.record.workers)]
         reported = json.loads(found.environment.get(overrides.VARIABLE, "{}"))
-        if "duration" in reported and "duration" in self.record.overrides:
-            reported["duration"] = self.record.overrides["duration"]  # of the last start: runs are made longer so
+        reported.pop("duration", None)  # that of the last start counts: so runs are made longer
+        if "duration" in self.record.overrides:
+            reported["duration"] = self.record.overrides["duration"]
         if Duration.parse(str(self.record.settings["duration"])).seconds is not None:
             reported["duration"] = f"{self._steps} steps"  # a clock would end it elsewhere
         for key, value in reported.items():

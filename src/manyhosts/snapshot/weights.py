@@ -98,7 +98,8 @@ def from_file(path: Path, *, where: str) -> dict[str, Tensor]:
         reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise ConfigError(f"cannot read the weights: {reason}", where=where, fix=_FIX) from cause
     inner = read.get("state_dict", read) if isinstance(read, dict) else None
-    if not isinstance(inner, dict) or not all(isinstance(value, Tensor) for value in inner.values()):
+    # A model may keep more than tensors: get_extra_state().
+    if not isinstance(inner, dict) or not any(isinstance(value, Tensor) for value in inner.values() or [Tensor()]):
         raise ConfigError("the file holds no state_dict", where=where, fix=_FIX)
     return inner
 
@@ -137,6 +138,8 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         else:
             kept = {name: each.detach().cpu() if isinstance(each, Tensor) else each for name, each in state.items()}
             torch.save(kept, half)
+        with half.open("rb") as file:
+            os.fsync(file.fileno())  # or a power cut could leave an empty file in place of the one before
         os.replace(half, path)
     except Exception as cause:  # of many kinds: the disk, a dtype that the format does not know
         said = str(cause).splitlines()[0] if str(cause) else type(cause).__name__

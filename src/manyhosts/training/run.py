@@ -198,6 +198,7 @@ class Run(Session):
             )
         if error.where.startswith("mh.Run(evaluate="):
             error.what = error.what.replace("step returned", "evaluate returned", 1)
+            error.what = error.what.replace("must be known before it is computed", "is called 'count'")
             error.fix = error.fix.replace("give it as mh.Run(weight=function(batch) -> number)", "return it as 'count'")
 
     def _check_names(self) -> None:
@@ -205,8 +206,10 @@ class Run(Session):
             if not given:
                 fix = f"give {argument}={{name: …}}, or one alone"
                 raise ConfigError(f"{argument} is empty", where=f"mh.Run({argument}=…)", fix=fix)
-        if taken := [name for name in self._models if not name or "." in name or hasattr(nn.ModuleDict, name)]:
-            fix = f"call it {taken[0].replace('.', '_') or 'net'}_model, say"
+        texts = [name for name in self._models if isinstance(name, str)]
+        bad = [name for name in texts if not name or "." in name or hasattr(nn.ModuleDict(), name)]
+        if taken := [*(name for name in self._models if name not in texts), *bad]:
+            fix = f"call it {str(taken[0]).replace('.', '_') or 'net'}_model, say"
             raise ConfigError(f"{taken[0]!r} can be no name of a model", where="mh.Run(models=…)", fix=fix)
         for name in self._makers:
             if unknown := sorted({*name.split("+")} - self._models.keys()):

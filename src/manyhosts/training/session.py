@@ -280,6 +280,7 @@ class Session:
         )
         self._at_end = weakref.finalize(self, self._run.run_log.end)
         self._at_end.atexit = False  # a script that ends closes what is open by itself
+        self._ended_with, self._rates = "", []  # until it has ended
         with randomness.undisturbed():
             result = self._run.fit()
         self._ended_with, self._rates = result.weights_sha256, _rates_of(self.parts)

@@ -27,7 +27,7 @@ from manyhosts.control import variables
 from manyhosts.control.agent import host_state
 from manyhosts.control.agent.fork_server import ForkServer
 from manyhosts.control.agent.log import Lines
-from manyhosts.control.agent.processes import kill_descendants
+from manyhosts.control.agent.processes import cpu_seconds, kill_descendants
 from manyhosts.control.head.failures import rebuilt
 from manyhosts.control.job import Job
 from manyhosts.control.loop import Loop
@@ -38,6 +38,8 @@ _ADDRESS = "127.0.0.1"
 _WAY_OUT_S = 3.0
 """After one has failed: time for the others to fail too, so that the first can be told from its consequences."""
 _WARM_S = 60.0
+_COMPUTES = 0.1
+"""The share of a core from which on workers that say nothing are taken to compute."""
 _SHOWN_LINES = 30
 
 
@@ -139,13 +141,19 @@ class LocalTrialRunner:
 
     def _wait(self, hang_s: float) -> bool:
         """Until all workers have ended. Returns whether they were ended because nothing moved."""
-        hung = False
+        hung, moved, used = False, 0.0, 0.0
 
         def look() -> bool:
-            nonlocal hung
+            nonlocal hung, moved, used
             if self._lost or all(worker.ended for worker in self._workers.values()):
                 return True
-            if max(worker.heard for worker in self._workers.values()) + hang_s < time.monotonic() and not hung:
+            now = time.monotonic()
+            if max(moved, *(worker.heard for worker in self._workers.values())) + hang_s < now and not hung:
+                # A script that prints nothing, and computes: a tokenizer, a compiler, one long step.
+                used, before = cpu_seconds(self._fork_server.pid), used
+                if used - before > _COMPUTES * hang_s:
+                    moved = now
+                    return False
                 hung = True
                 self._end_all()
             return False

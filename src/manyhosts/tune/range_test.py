@@ -7,6 +7,7 @@ is least the rate is already too high to begin with: a tenth of that is the firs
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,7 +31,8 @@ _FALLBACK = (1e-5, 1.0)
 _SMOOTH = 0.9
 _DIVERGED = 3.0
 """Falls that the loss has risen again: what it fell by, and not its level, which may be below zero."""
-_FELL = 0.01
+_FELL, _NOISE = 0.01, 0.5
+"""A fall is one of more than this share of the first losses, and of their spread."""
 _BELOW, _GUESS = 300.0, 10.0
 
 
@@ -45,16 +47,19 @@ def ranges(losses: Sequence[float]) -> tuple[float, float, float] | None:
     `losses`: of the steps, in order; what is no number ends them.
     """
     smooth, best, place, diverged = 0.0, math.inf, 0, False
-    first = next(iter(losses), math.nan)
+    begin = [loss for loss in losses[:FEWEST] if math.isfinite(loss)]  # at rates that change nothing yet
+    first = statistics.fmean(begin) if begin else math.nan
+    least = max(_FELL * abs(first), _NOISE * statistics.pstdev(begin)) if begin else math.nan
     for step, loss in enumerate(losses):
         smooth = _SMOOTH * smooth + (1 - _SMOOTH) * loss
         value = smooth / (1 - _SMOOTH ** (step + 1))
-        if not math.isfinite(loss) or (step > FEWEST and first > best and value - best > _DIVERGED * (first - best)):
+        fall = first - best
+        if not math.isfinite(loss) or (step > FEWEST and fall > least and value - best > _DIVERGED * fall):
             diverged = True
             break
         if value < best:
             best, place = value, step
-    if (len(losses) < FEWEST and not diverged) or place < FEWEST or not first - best > _FELL * abs(first):
+    if (len(losses) < FEWEST and not diverged) or place < FEWEST or not first - best > least:
         return None  # too short, or no rate made the loss fall
     high = rate_of(place)
     return high / _BELOW, high / _GUESS, high

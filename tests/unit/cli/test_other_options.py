@@ -148,6 +148,12 @@ def test_arguments_that_nobody_reads_are_said_to_have_no_effect(
         ("--gpus 0,1 train.py", "CUDA_VISIBLE_DEVICES=0,1 manyhosts run --workers 2 train.py"),
         ("--devices auto train.py", "manyhosts run --workers N train.py"),
         ("--gpus all train.py", "manyhosts run --workers N train.py"),
+        ("--gpus 0,1, train.py", "CUDA_VISIBLE_DEVICES=0,1 manyhosts run --workers 2 train.py"),
+        ("--hosts a,b --gpus 0,1 train.py", "manyhosts run --hosts a,b --workers-per-node 2 train.py"),
+        (
+            "--on slurm --nodes 2 --ntasks 4 train.py",
+            "manyhosts run --on slurm --nodes 2 --workers-per-node 4 train.py",
+        ),
     ],
 )
 def test_line_to_type_keeps_every_word_and_is_one_that_is_taken(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhosts.control.head.diagnosis import Diagnosis, Frame, Sight, diagnose
+from manyhosts.control.head.diagnosis import exchange as exchange_of
 
 DISTRIBUTED = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 AUTOGRAD = "/venv/lib/python3.11/site-packages/torch/autograd/graph.py"
@@ -130,3 +131,12 @@ def test_whoever_is_blamed_is_stopped_or_outside_every_exchange_and_is_named_wit
     assert any(each.name in diagnosis.what for each in named) or "all " in diagnosis.what
     assert "for 30 s (after step 7)" in diagnosis.what
     assert diagnosis.fix
+
+
+def test_what_is_around_all_of_a_script_is_no_exchange() -> None:
+    around = Frame("/x/site-packages/torch/distributed/elastic/multiprocessing/errors/__init__.py", 1, "wrapper")
+    saving = Frame("/x/lib/python3.11/site-packages/torch/distributed/checkpoint/state_dict_saver.py", 1, "save")
+    within = Frame("/x/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce")
+    assert exchange_of([Frame("/home/me/train.py", 88, "upload"), around]) == ""
+    assert exchange_of([saving, around]) == ""
+    assert exchange_of([within, around]) == "all_reduce"

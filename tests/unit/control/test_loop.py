@@ -135,3 +135,15 @@ def test_last_messages_before_the_end_are_heard(loop: Loop, ends: tuple[socket.s
     ends[1].close()
     loop.run(until=lambda: "end" in heard)
     assert heard == [0, 1, 2, "end"]
+
+
+def test_terminal_that_closes_is_not_heard_of_where_nohup_has_it_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        loop, heard = Loop(), []
+        loop.on_signals([signal.SIGHUP, signal.SIGTERM], heard.append)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        loop.close()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -216,7 +216,11 @@ def test_run_that_was_continued_and_killed_is_not_over(runs: Path, capsys: pytes
     assert main(["status", "runs/older"]) == 0
     assert "done" in capsys.readouterr().out
     later = (runs / "older" / "summary.json").stat().st_mtime + 1
-    os.utime(runs / "older" / "run.json", (later, later))  # it was begun again
+    os.utime(runs / "older" / "run.json", (later, later))  # copied, perhaps
+    main(["status", "runs/older"])
+    assert "done" in capsys.readouterr().out
+    with (runs / "older" / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "start"}\n')  # begun again
     main(["status", "runs/older"])
     said = capsys.readouterr().out
     assert "done" not in said

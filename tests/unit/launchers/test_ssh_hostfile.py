@@ -58,7 +58,9 @@ def test_mpirun_is_told_no_host_that_it_would_misread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "fix"),
     [
-        ("a\nb\na\n", 3, "name slots=2 gives it two workers"),
+        ("a slots=1\nb slots=1\na slots=1\n", 3, "name slots=2 gives it two workers"),
+        ("a:22 slots=4\n", 1, "name slots=4"),
+        ("a slots=1000\n", 1, "at most 512 slots"),
         ("me@a:2222\n", 1, "me@a port=2222"),
         ("a:22:x\n", 1, "name port=2222"),
         ("a slot=4\n", 1, "name slots=4"),
@@ -73,3 +75,8 @@ def test_line_of_a_hostfile_that_is_not_understood_is_named_with_what_is(
         hostfile.in_file(tmp_path / "hosts")
     assert raised.value.where.endswith(f"hosts, line {line}")
     assert fix in raised.value.fix
+
+
+def test_host_that_a_scheduler_names_once_for_each_worker_has_as_many(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\na\nb\na\n")
+    assert hostfile.in_file(tmp_path / "hosts") == (("a", "b"), (3, 1))

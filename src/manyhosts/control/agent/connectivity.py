@@ -10,6 +10,7 @@ from manyhosts.control.agent import host_state
 from manyhosts.control.agent.head_connection import HeadConnection
 from manyhosts.control.loop import Loop
 from manyhosts.control.protocol import Condition, ConnectionsTried, Connectivity
+from manyhosts.errors import LaunchError
 from manyhosts.hosts import remote_probe
 from manyhosts.hosts.ports import listen
 
@@ -33,7 +34,11 @@ class ConnectivityCheck:
 
     def report_port(self, ports: Range | None) -> None:
         """Say at which port others may connect."""
-        self._head.say(Connectivity(port=self._open(ports)))
+        try:
+            port = self._open(ports)
+        except (LaunchError, OSError):  # no port is free, or the address is gone: others are not shown a way here
+            port = 0
+        self._head.say(Connectivity(port=port))
 
     def _open(self, ports: Range | None) -> int:
         listening = listen(self._address, ports, backlog=256, what="hosts that connect")

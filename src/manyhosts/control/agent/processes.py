@@ -47,6 +47,16 @@ def command_of(process: int) -> str:
         return ""
 
 
+def cpu_seconds(of: int) -> float:
+    """What the processes that `of` has started, and not seen end, have computed so far."""
+    ticks = 0
+    for process in descendants(of):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def kill_descendants(of: int | None = None, but: Set[int] = frozenset()) -> None:
     """End whatever process `of`, by itself this one, has started and not seen end, by SIGKILL; all `but` these."""
     for process in set(descendants(os.getpid() if of is None else of)) - but:

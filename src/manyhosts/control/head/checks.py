@@ -290,7 +290,8 @@ class Newcomers:
         if not self._waiting:
             return
         if isinstance(message, Connectivity) and node.number in self._awaited and not self._places_sent:
-            self._ways.places[node.number] = place_of(node, message.port)
+            if message.port:  # else it could open none, and is not tried
+                self._ways.places[node.number] = place_of(node, message.port)
             self._advance(node)
         elif isinstance(message, ConnectionsTried) and node.number in self._awaited and self._places_sent:
             self._ways.take(node.number, self._tried_by[node.number], message.answers)
@@ -337,7 +338,8 @@ class Newcomers:
             if each.number not in self._ways.places:
                 continue
             others = [number for number in self._ways.places if number != newcomer]
-            self._tried_by[each.number] = others if each.number == newcomer else [newcomer]
+            to_it = [newcomer] if newcomer in self._ways.places else []
+            self._tried_by[each.number] = others if each.number == newcomer else to_it
             self._awaited.add(each.number)
             places = [self._ways.places[number] for number in self._tried_by[each.number]]
             self._agents.send([each], TryConnections(places=[[place.address, place.port] for place in places]))

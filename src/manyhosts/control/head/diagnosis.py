@@ -25,6 +25,8 @@ _EXCHANGES = (
     "/manyhosts/cluster/membership.py",
 )
 """A worker in one of these waits for other workers."""
+_AROUND = ("/torch/distributed/elastic/", "/torch/distributed/checkpoint/")
+"""Of these, which may be around all of a script, the exchanges themselves are further in."""
 _LOADERS = ("/torch/utils/data/", "/manyhosts/data/")
 _BACKWARD = ("_engine_run_backward", "backward_from")
 """The last Python frame of a backward pass: DistributedDataParallel exchanges gradients below it."""
@@ -83,7 +85,8 @@ def in_script(stack: Sequence[Frame]) -> Frame | None:
 
 def exchange(stack: Sequence[Frame]) -> str:
     """The collective in which a stack is, by its name; empty where it is in none."""
-    inner = [frame for frame in stack if any(part in frame.file for part in _EXCHANGES)]
+    among = [frame for frame in stack if not any(part in frame.file for part in _AROUND)]
+    inner = [frame for frame in among if any(part in frame.file for part in _EXCHANGES)]
     if not inner:
         return ""
     return next((frame.function for frame in inner if frame.function not in _WRAPPERS), inner[0].function)

@@ -210,6 +210,16 @@ class GroupCoordinator:
         self.group_state.members.pop(number, None)
         self._try()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether workers that hold all of the model wait for others, which may never come."""
+        return self.group_state.parts == 1 and any(each.asked is not None for each in self.group_state.trained())
+
+    @property
+    def longest_s(self) -> float:
+        """Between two steps of a worker so far."""
+        return self._longest_s
+
     def refuse(self) -> None:
         """The run does not continue: those that wait are informed, and silent hosts are not waited for any longer."""
         if not self.ended:

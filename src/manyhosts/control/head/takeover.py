@@ -323,13 +323,14 @@ class RunDirLock:
     def resume_command(self) -> str:
         """What the user types to resume this run; empty where there is nothing to continue with."""
         job, begun = job_file.without_hidden(self._state.job), self._state.directories
+        lacking = sorted(name for name in job_file.hidden(job) if job.words != self._state.job.words)
+        first = f"  # after: export {' '.join(f'{name}=…' for name in lacking)}" if lacking else ""
         if not job.words:
             return ""
         if job.run_dir_is_chosen or any(path.is_relative_to(job.run_dir) for path in begun):
-            return shlex.join(
-                ["manyhosts", *with_run_dir(job.words, len(job.arguments), _short(job.run_dir, job.folder))]
-            )
-        return shlex.join(["manyhosts", *job.words]) if begun else ""  # the script itself names its directory
+            words = with_run_dir(job.words, len(job.arguments), _short(job.run_dir, job.folder))
+            return shlex.join(["manyhosts", *words]) + first
+        return shlex.join(["manyhosts", *job.words]) + first if begun else ""  # the script itself names its directory
 
 
 def with_run_dir(words: Sequence[str], arguments: int, run_dir: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
 from manyhosts.errors import ConfigError
+from manyhosts.events import Listener
+from manyhosts.listeners.loggers import Logger
 from manyhosts.prove.conduct import TrialConfig
 from manyhosts.prove.in_worker import plain
 from manyhosts.prove.in_worker.calm import RemoveNondeterminism
@@ -22,6 +24,7 @@ from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
+from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
 
@@ -38,8 +41,14 @@ class Recorder(Watcher):
         self.collate_drew = torch.zeros(1, dtype=torch.uint8).share_memory_()
         """1 where `collate` drew random numbers, in this process or in one that fetches for it."""
         self.line: dict[str, Any] = {}
+        self.shapes: dict[str, Any] = {}
+        """Of all buffers, before the first step."""
         self.pieces: list[list[int]] = []
         """The samples of each piece of this step."""
+
+    def fits(self, validation: OfAllSets | None, listeners: Sequence[Listener]) -> Sequence[Listener]:
+        """Leave tables and trackers alone: a trial is none of the user's runs."""
+        return [each for each in listeners if not isinstance(each, Logger)]
 
     def made(self, model: nn.Module) -> None:
         """Take out of the model what this trial leaves out."""
@@ -75,7 +84,7 @@ class Recorder(Watcher):
             batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()),
             persistent=sorted(parts.model.state_dict()),
             weights=facts_of_all(self._weights()),
-            buffers=facts_of_all(dict(parts.trained.named_buffers())),
+            buffers=facts_of_all(self._buffers()),
             optimizer=self._optimizer(),
         )
 
@@ -98,7 +107,11 @@ class Recorder(Watcher):
             "before": self._digests(),
         }
         self.pieces = [[int(index) for index in piece.plan.indices if piece.plan.weight] for piece in pieces]
+        if not self.parts.strategy.mesh.leads_replica:
+            self.pieces = []  # another worker of its copy reads the same ones
         self.line["own"] = [index for piece in self.pieces for index in piece]
+        # Of a step that counts nothing, and so is passed over, there is no more to note.
+        self.line |= {"values": {}, "lr": [], "gradients": {}, "drew": False, "left": "", "ends": [], "drawn": []}
         changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
         self.calm.freeze(self.parts.trained)
         self.calm.samples = [[int(index) for index in piece.plan.indices] for piece in pieces] or [[]]
@@ -127,10 +140,17 @@ class Recorder(Watcher):
     def steps(self, step: int) -> None:
         """Note what the step has made of weights and buffers, and end where that is due."""
         self.line["weights"] = facts_of_all(self._weights())
-        self.line["buffers"] = facts_of_all(dict(self.parts.trained.named_buffers()))
+        self.line["buffers"] = facts_of_all(self._buffers())
         self.line["optimizer"] = self._optimizer()
         self.writer.add("step", step=step, **self.line)
         self.writer.after_step(step)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Every buffer by name, but for caches: not persistent, and of another shape than before the first step."""
+        found = dict(self.parts.trained.named_buffers())
+        self.shapes = self.shapes or {name: each.shape for name, each in found.items()}
+        kept = self.parts.trained.state_dict().keys()
+        return {name: each for name, each in found.items() if name in kept or each.shape == self.shapes.get(name)}
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter by name, those that only the optimizer has at the end."""

@@ -71,4 +71,5 @@ class Writer:
 def _has_snapshot() -> bool:
     """Whether there is a complete one; what is being written has a dot in its name."""
     found = (Path(os.environ[RUN_DIR]) / "snapshots").glob("step-*/manifest.json")
-    return any("." not in manifest.parent.name for manifest in found)
+    names = [manifest.parent.name for manifest in found]
+    return any("." not in name and int(name.rpartition("-")[2]) for name in names)  # that of step 0 shows nothing

@@ -273,6 +273,12 @@ def changed_attributes(before: Held, after: Held) -> str:
     )
 
 
+def _checksums(module: nn.Module) -> dict[str, str]:
+    """Of the plain tensors that a module holds: parts of a cut model, and what is no tensor, are left out."""
+    kinds = (Tensor, nn.Parameter)
+    return tensor_checksums({name: each for name, each in module.state_dict().items() if type(each) in kinds})
+
+
 class CallbackWatch:
     """What callbacks that keep nothing in snapshots have as attributes, looked at where a snapshot is made."""
 
@@ -301,9 +307,7 @@ class CallbackWatch:
     def _attributes(self, callback: Callback) -> dict[str, Saved]:
         """Of a module that is none of the model's, such as an average, checksums of what it holds."""
         return {
-            name: saved(tensor_checksums(dict(each.state_dict())))
-            if isinstance(each, nn.Module) and each not in self._own
-            else saved(each)
+            name: saved(_checksums(each)) if isinstance(each, nn.Module) and each not in self._own else saved(each)
             for name, each in vars(callback).items()
         }
 

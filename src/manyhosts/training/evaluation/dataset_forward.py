@@ -55,7 +55,7 @@ class ForwardPasses:
         does. `on_progress` is called after every pass, so that no one takes a long evaluation for a hang.
         """
         self.samples, self.batch, self.world, self.together = samples, batch, world, together
-        self.seed, self.context, self.on_progress = fetcher.seed, context, on_progress
+        self.name, self.seed, self.context, self.on_progress = fetcher.name, fetcher.seed, context, on_progress
         self.loader = Loader(fetcher, processes=loader_workers, pin=is_asynchronous(world.device))
 
     @classmethod

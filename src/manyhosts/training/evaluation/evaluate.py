@@ -135,20 +135,22 @@ class Evaluation:
         batches = self.passes.fetched(iter(pieces))
         self.metrics.begin()
         with randomness.kept(), self._in_evaluation(model):
+            trained = self._in_training(model)  # on purpose: its train() keeps it so
             names = {"loss", *self._part(model, pieces, batches, tuple)}
-            self._see_that_evaluating(model)
+            if self._in_training(model) != trained:
+                raise ConfigError(
+                    "the script puts the model into training mode, and is called in a validation, too",
+                    where="mh.Run(evaluate=…)" if self.has_counts else "mh.Trainer(step=…)",
+                    fix="leave model.train() and model.eval() out: they are called here; or put it back: model.eval()",
+                )
         self._see_that_named_apart(names)
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()
 
-    def _see_that_evaluating(self, model: nn.Module) -> None:
-        if any(each.training for each in (model, *(model.children() if self.has_counts else ()))):
-            raise ConfigError(
-                "the script puts the model into training mode, and is called in a validation, too",
-                where="mh.Run(evaluate=…)" if self.has_counts else "mh.Trainer(step=…)",
-                fix="leave model.train() and model.eval() out: they are called here",
-            )
+    def _in_training(self, model: nn.Module) -> list[bool]:
+        """Which of the models is in training mode; layers within may be, whatever is asked for."""
+        return [each.training for each in (model, *(model.children() if self.has_counts else ()))]
 
     @contextmanager
     def _in_evaluation(self, model: nn.Module) -> Iterator[None]:
@@ -233,7 +235,7 @@ class Evaluation:
             try:
                 outputs = model(inputs)
             except RuntimeError as cause:
-                check_doubles(cause, model, inputs)
+                check_doubles(cause, model, inputs, where=f"mh.Data({self.passes.name}=…)")
                 raise
             values = {"loss": loss_of(self.loss, outputs, targets)}
         return values, outputs, targets

@@ -173,7 +173,7 @@ def _where(step: UserStep | None) -> str:
     return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
 
 
-def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any) -> None:
+def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any, *, where: str = "mh.Data(train=…)") -> None:
     """Look why `model` has failed on `inputs`.
 
     Raises:
@@ -185,7 +185,7 @@ def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any) -> None:
     if about_kinds and doubles and all(each.dtype != torch.float64 for each in model.parameters()):
         raise ConfigError(
             f"the model cannot take inputs of float64, as NumPy makes them: {first_line(cause)}",
-            where="mh.Data(train=…)",
+            where=where,
             fix="give float32: torch.from_numpy(array).float(), or array.astype('float32'), in the dataset",
         ) from cause
 

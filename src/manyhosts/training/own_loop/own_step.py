@@ -110,6 +110,16 @@ class Group:
         found: Tensor = torch.linalg.vector_norm(_flatten_dense_tensors(gradients)).detach()
         return found
 
+    def clip(self, most: float) -> Tensor:
+        """Make its gradient no longer than `most`. Returns its norm before."""
+        if not any(each.grad is not None and each.grad.is_sparse for each in self.parameters):
+            return nn.utils.clip_grad_norm_(self.parameters, most)
+        norm = self.norm()  # of sparse ones PyTorch's function knows none
+        for each in self.parameters:
+            if each.grad is not None:
+                each.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
 
 class Verbs(Protocol):
     """What a step of either face is made of: see `training.loop.step.Stepper`."""
@@ -607,7 +617,7 @@ class OwnStep:
             )
 
     def _update(self, group: Group, clip: float | None) -> Tensor:
-        norm = group.norm() if clip is None else nn.utils.clip_grad_norm_(group.parameters, clip)
+        norm = group.norm() if clip is None else group.clip(clip)
         assert group.loss is not None, "backward() has left it"
         if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
             raise _BadStep
@@ -724,7 +734,8 @@ def _of_others(found: Mapping[str, nn.Module], own: set[nn.Module]) -> list[str]
         return []
     return [
         f"the step uses {', '.join(names[:3])}, and mh.Run was not given it: where it changes (a target network, an "
-        "average), give it in models=, or no snapshot has it and workers may come to differ"
+        "average), give it in models=, and optimizers={NAME: …} for those that are trained; else no snapshot has "
+        "it, and workers may come to differ"
     ]
 
 

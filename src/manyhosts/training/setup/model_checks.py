@@ -516,7 +516,9 @@ def make_schedule(make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
         )
     own = getattr(made, "optimizer", None)
     ids = {id(group) for group in optimizer.param_groups}
-    if isinstance(own, Optimizer) and own is not optimizer and not any(id(group) in ids for group in own.param_groups):
+    within = [optimizer, *(each for each in vars(optimizer).values() if isinstance(each, Optimizer))]  # a Lookahead
+    is_own = any(own is each for each in within)
+    if isinstance(own, Optimizer) and not is_own and not any(id(group) in ids for group in own.param_groups):
         raise ConfigError(
             f"the schedule is a {type(made).__name__} of another optimizer, so it would never move this one's rate",
             where="mh.Trainer(schedule=…)",

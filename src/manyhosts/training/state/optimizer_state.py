@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,17 +90,13 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
 
 
 def _keep_precision(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
-    """Have what `optimizer` keeps in more bits than its parameters have: PyTorch loads it in the dtype of these."""
+    """Have what `optimizer` keeps in the dtype that it had: PyTorch loads it in that of the parameters."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, kept in state.items():
         own = optimizer.state[parameters[number]] if isinstance(number, int) and number < len(parameters) else {}
         for name, value in kept.items():
             loaded = own.get(name)
-            if (
-                isinstance(value, Tensor)
-                and isinstance(loaded, Tensor)
-                and value.element_size() > loaded.element_size()
-            ):
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype != loaded.dtype:
                 own[name] = value.to(loaded.device, copy=True)
 
 
@@ -135,6 +131,9 @@ def _refusal(what: str) -> SnapshotError:
     )
 
 
+_NONE = object()
+_OF_SCHEDULES = {"lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum"}
+"""Options that schedules move."""
 _ABOUT_SPEED = {*KERNELS, "differentiable"}
 """Options that change no number."""
 _COUNTS = {"base_lrs", "_last_lr", "last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step"}
@@ -197,24 +196,31 @@ class InitialOptimizer:
         kept: Mapping[str, Any],
         asked: Any,
     ) -> None:
-        """Have options and schedules as after `steps` steps. `kept` is what a snapshot kept of both; `asked`, under
-        which options it was made.
+        """Have options and schedules as after `steps` moves of these.
+
+        `kept` is what a snapshot kept of both; `asked`, under which options it was made.
 
         Raises:
             ConfigError: a schedule is shorter than that.
         """
-        for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            speed = {key: group[key] for key in _ABOUT_SPEED & group.keys()}
-            for key in group.keys() - {"params"}:
+        asked_before = (asked.get("options") or []) if isinstance(asked, Mapping) else []
+        asked_before = asked_before[: len(self.options)]
+        for group, options, before in zip_longest(optimizer.param_groups, self.options, asked_before):
+            plain = _plain_options(options)
+            for key in (group.keys() & _OF_SCHEDULES) - options.keys():
                 del group[key]
-            group.update({**copy.deepcopy(dict(options)), **speed})
+            for key, value in options.items():
+                # What an optimizer counts in its groups (d of Prodigy, k of schedule-free ones) is no changed option.
+                counts = key not in _OF_SCHEDULES and before is not None and before.get(key, _NONE) == plain.get(key)
+                if key not in _ABOUT_SPEED and not counts:
+                    group[key] = copy.deepcopy(value)
         before = {name: each for own in kept.get("objects", {}).values() for name, each in own["schedulers"].items()}
         for name, schedule in schedules.items():
             schedule.load_state_dict(copy.deepcopy(dict(self.schedules[name])))
             if isinstance(schedule, ReduceLROnPlateau):
                 _resume_plateau(optimizer, schedule, kept, asked)
             else:
-                _step(schedule, int((before.get(name) or kept["schedule"]).get("last_epoch", steps)))
+                _step(schedule, int(before.get(name, {}).get("last_epoch", steps)))
 
 
 def _step(schedule: LRScheduler, times: int) -> None:

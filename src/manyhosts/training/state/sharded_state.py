@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,8 @@ def _each(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The nested `state` with what `change` makes of each value of this kind in its place."""
     if isinstance(state, kind):
         return change(state)
+    if type(state) is Counter:  # the milestones of a MultiStepLR: of numbers alone
+        return Counter(state)
     if isinstance(state, Mapping):
         return {key: _each(value, kind, change) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -39,6 +42,8 @@ def _each(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 def as_held(given: Any, own: Any, holding: Holding) -> Any:
     """What `local_state` gave on such a worker, each tensor cut as the one in its place in `own`, if any."""
+    if type(given) is Counter:
+        return given
     if isinstance(given, Mapping):
         return {
             key: as_held(value, own.get(key) if isinstance(own, Mapping) else None, holding)
@@ -113,7 +118,7 @@ class TakenUp(Mapping[str, Any]):
 
     def _like(self, own: Any, value: Any) -> Any:
         if not isinstance(value, StoredTensor):
-            return value
+            return full_values(value)  # lists and dicts of tensors, as Shampoo keeps them
         if not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
             return value.full()
         block = self._holding.block(own)

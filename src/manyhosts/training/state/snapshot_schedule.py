@@ -150,6 +150,9 @@ class SnapshotSchedule:
         """
         if not self.parts.world.any(self.lacks_best(state)):
             return ""
+        self.store.everywhere(self.directory.best, state.best_step)  # another host may have it
+        if not self.parts.world.any(self.lacks_best(state)):
+            return ""
         name = f"best-{time.strftime('%Y%m%d-%H%M%S')}"
         is_there = self.store.leads_disk() and self.directory.best.exists()
         if is_there:
@@ -304,9 +307,8 @@ class SnapshotSchedule:
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
-            parts.initial_optimizer.after_steps(
-                parts.optimizer, parts.schedules, steps=state.step, kept=kept, asked=asked
-            )
+            moved = state.position.epoch if self.settings.schedule_every == "epoch" else state.step
+            parts.initial_optimizer.after_steps(parts.optimizer, parts.schedules, steps=moved, kept=kept, asked=asked)
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)

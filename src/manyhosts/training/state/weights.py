@@ -266,13 +266,13 @@ def _in_file(path: Path) -> Mapping[str, Stored]:
 
 def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
     inner = weights.get("state_dict", weights) if isinstance(weights, Mapping) else None
-    if not isinstance(inner, Mapping) or not all(isinstance(value, Tensor) for value in inner.values()):
+    if not isinstance(inner, Mapping) or not any(isinstance(value, Tensor) for value in inner.values() or [Tensor()]):
         entries = weights if isinstance(weights, Mapping) else {}
         keys = f", but {', '.join(map(str, list(entries)[:8]))}" if entries else ""
         inside = [key for key, each in entries.items() if isinstance(each, Mapping)]
         fix = f"give one of its entries: init_from=torch.load(PATH)[{inside[0]!r}]; or " if inside else ""
         raise ConfigError(f"no state_dict is in it{keys}", where=init.where, fix=f"{fix}{_FIX}")
-    return {name: _InMemory(tensor) for name, tensor in inner.items()}
+    return {name: _InMemory(each) for name, each in inner.items() if isinstance(each, Tensor)}
 
 
 def chosen(weights: Literal["best", "last"], run: Fit | None) -> Path | None:
@@ -287,7 +287,7 @@ def chosen(weights: Literal["best", "last"], run: Fit | None) -> Path | None:
         return None
     best = run.directory.best
     run.snapshot_schedule.store.everywhere(best, run.state.best_step)
-    return best if best.exists() else None
+    return best if best.exists() and run.state.best_step >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ store.finished()                  returns what became of it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -39,6 +40,9 @@ from manyhosts.snapshot.separate_disks import bring_best, bring_newest, first_of
 from manyhosts.snapshot.writing import Owns, Share, Task, seal, see_one_moment, sent, sentence, share_of, write_files
 
 __all__ = ["Facts", "Loaded", "Store"]
+
+_LOOK_S = 2.0
+"""How often a wait looks whether more is written."""
 
 
 class Store:
@@ -85,6 +89,8 @@ class Store:
         self._news: deque[SnapshotSaved | SnapshotSkipped] = deque()
         self._crash: BaseException | None = None
         self._passed_over: set[Path] = set()
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called now and then while a snapshot is waited for that is being written."""
 
     def save(
         self,
@@ -244,12 +250,26 @@ class Store:
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        written = 0
+        while self._thread is not None:
+            self._thread.join(_LOOK_S)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif (now := self._written()) > written:  # it grows, so that no one takes this wait for a hang
+                written = now
+                self.meanwhile()
         self._copying = None
         self._count_sent()
         self._raise_crash()
+
+    def _written(self) -> int:
+        """Bytes that are on this disk of the snapshot under way."""
+        assert self._path is not None, "one is under way"
+        found = 0
+        for each in self._path.parent.glob(f"{self._path.name}.*.half/*"):
+            with contextlib.suppress(OSError):
+                found += each.stat().st_size
+        return found
 
     @property
     def under_way(self) -> Path | None:

@@ -86,6 +86,7 @@ class Fit:
         self.settings, self.directory, self.script = settings, directory, script
         self.snapshot_schedule = SnapshotSchedule(self.parts, settings, directory, script)
         self.run_log = RunLog(self.snapshot_schedule, script, listeners, report)
+        self.snapshot_schedule.store.meanwhile = partial(self.run_log.report, "busy")
         self.state = RunState()
         self.training = Training(
             parts=self.parts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from manyhosts.errors import SnapshotError
 from manyhosts.events import SnapshotSaved
 from manyhosts.records.manifest import FORMAT_VERSION, found_in
+from manyhosts.snapshot import store as store_module
 from manyhosts.snapshot.copy import CopySpace
 from manyhosts.snapshot.fingerprint import fingerprint, weights_sha256
 from manyhosts.snapshot.load import load, same_model
@@ -292,3 +294,23 @@ def test_half_written_ones_are_named_and_cleared_at_the_next_save(tmp_path: Path
 def test_run_that_died_before_its_first_snapshot_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "step-00000002.0123456789ab.half").mkdir()
     assert Store(tmp_path, keep=3).latest() is None
+
+
+def test_wait_for_a_snapshot_that_grows_is_said_to_be_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files = store_module.write_files
+
+    def slowly(task: Any, *more: Any) -> Any:
+        for number in range(1, 6):
+            (task.half / "more").write_bytes(bytes(number))
+            time.sleep(0.1)
+        (task.half / "more").unlink()
+        return write_files(task, *more)
+
+    monkeypatch.setattr(store_module, "write_files", slowly)
+    monkeypatch.setattr(store_module, "_LOOK_S", 0.05)
+    said: list[int] = []
+    store = Store(tmp_path, keep=1)
+    store.meanwhile = lambda: said.append(1)
+    store.save({"value": 1}, facts(1, {}))
+    store.wait()
+    assert 2 <= len(said) <= 6

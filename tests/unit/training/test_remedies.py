@@ -584,3 +584,31 @@ def test_listener_whose_flush_fails_costs_no_snapshot(tmp_path: Path) -> None:
     trainer(listeners=[Posts()], snapshots=mh.Snapshots(every="2 steps"), run_dir=tmp_path).fit("6 steps")
     assert (tmp_path / "snapshots" / "step-00000006" / "manifest.json").exists()
     assert not events(tmp_path, "skipped")
+
+
+class Inside(torch.optim.lr_scheduler.LambdaLR):
+    """Holds a scheduler, of which its state has the object."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: 1.0)
+        self.after = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+class Odd(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["made"] = object()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"), [({"schedule": Inside}, 0), ({"optimizer": lambda params: Odd(params, lr=0.1)}, 1)]
+)
+def test_state_that_no_snapshot_could_keep_is_refused_before_much_is_trained(
+    more: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="no snapshot could be made: a value of type"):
+        trainer(**more, run_dir=tmp_path).fit("4 epochs")
+    metrics = tmp_path / "metrics.jsonl"
+    assert (len(events(tmp_path, "step")) if metrics.exists() else 0) <= steps

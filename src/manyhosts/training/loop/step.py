@@ -277,6 +277,8 @@ class Stepper:
         training.done_actions = 0 if step.ends_epoch else training.first_duty
         if self.first_steps.looking:
             self.first_steps.after_step()
+        if state.step == 1:  # what an optimizer keeps is there since now
+            training.snapshot_schedule.check_kept()
         if training.parts.watcher is not None:
             training.parts.watcher.steps(state.step)
 

@@ -19,6 +19,7 @@ from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
 from manyhosts.records.manifest import Facts, read
 from manyhosts.records.run_directory import RunDirectory
+from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import Loaded, load
 from manyhosts.snapshot.set_aside import is_newest
 from manyhosts.snapshot.store import Store
@@ -96,6 +97,17 @@ class SnapshotSchedule:
                     where=where,
                     fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
                 )
+
+    def check_kept(self) -> None:
+        """See that a snapshot can keep all that is trained by, as far as that is there; nothing is copied.
+
+        Raises:
+            ConfigError: it cannot, which the first snapshot would show, perhaps at the end of all training.
+        """
+        try:
+            flatten(in_parts(training_state_dict(self.parts), self.parts.strategy.holding))
+        except SnapshotError as error:
+            raise ConfigError(f"no snapshot could be made: {error.what}", where=error.where, fix=error.fix) from error
 
     def save(self, state: RunState) -> None:
         """Begin a snapshot of everything."""
@@ -262,6 +274,7 @@ class SnapshotSchedule:
         if self.second is not None:
             self.store.gather()
             self.second.prepare(self.parts.fits())
+        self.check_kept()
         return self.restore()
 
     def has_complete(self, step: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -283,3 +284,22 @@ def test_loss_over_labels_is_that_of_the_trainers_own_test_by_the_averaged_weigh
     reported = json.loads((tmp_path / "one" / "summary.json").read_text())["test"]
     found = analysed(tmp_path, "one")
     assert {name: each["value"] for name, each in found["values"].items()} == pytest.approx(reported, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "losses"),
+    [
+        (torch.tensor([1.0, 3.0]), torch.tensor([0.0, 1.0]), [1.0, 4.0]),
+        (torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0]), [1.0, 4.0]),
+        (torch.tensor([[0.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 1]), [math.log(2)] * 2),
+        (torch.zeros(2, 5, 3), torch.zeros(2, 3, dtype=torch.int64), [math.log(5)] * 2),
+        (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64), [math.log(5)] * 2),
+    ],
+)
+def test_loss_of_a_sample_is_what_outputs_and_targets_say(outputs: Any, targets: Any, losses: list[float]) -> None:
+    assert in_worker._of_outputs(outputs, targets).tolist() == pytest.approx(losses)
+
+
+def test_outputs_and_targets_that_are_no_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="are no pairs"):
+        in_worker._of_outputs(torch.zeros(2, 3), torch.zeros(2, 4))

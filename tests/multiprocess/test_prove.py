@@ -143,6 +143,20 @@ fit()
     assert verdict.departure.amount == pytest.approx(1e-3, rel=0.2)
 
 
+def test_value_that_is_logged_and_no_mean_is_what_departs(tmp_path: Path, stage: LocalTrialRunner) -> None:
+    text = (
+        "def step(model, batch):\n"
+        "    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])\n"
+        "    return {'loss': loss, 'root': loss.detach().sqrt()}\n"
+        "fit(loss=None, step=step)"
+    )
+    (verdict,) = proof_of(Script(text, "workers"), tmp_path, stage).verdicts
+    assert verdict.departure is not None
+    assert (verdict.departure.what, verdict.departure.name) == ("value", "root")
+    assert verdict.cause is not None
+    assert "'root' that the script logs is no mean over its samples" in verdict.cause.what
+
+
 def test_a_script_that_fails_says_its_own_error(tmp_path: Path, stage: LocalTrialRunner) -> None:
     with pytest.raises(ScriptError, match="this is my own"):
         proof_of(Script("raise ValueError('this is my own')"), tmp_path, stage)

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -215,3 +217,28 @@ def test_nobody_without_the_token_is_answered_where_others_reach_the_server(run_
             headers = {"Authorization": given} if given else {}
             assert {served.ask(path, headers=headers)[0] for path in paths} == {401}
             assert served.ask("/predict", {"inputs": INPUTS[:1].tolist()}, headers=headers)[0] == 401
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from parts import net
+
+import manyhosts as mh
+
+inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+data = mh.Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+mh.Trainer(model=net, loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), data=data).fit("2 steps")
+"""
+
+
+def test_run_of_a_script_with_a_module_next_to_it_is_served(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "parts.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(4, 1)\n")
+    (tmp_path / "csv.py").write_text("raise SystemExit('not the module that is meant')\n")
+    words = ["run", "--run-dir", "run", "train.py"]
+    started = "import sys; sys.path.pop(0); import runpy; runpy.run_module('manyhosts', run_name='__main__')"
+    subprocess.run([sys.executable, "-c", started, *words], cwd=tmp_path, check=True, timeout=120)
+    with serving(tmp_path / "run") as found:
+        assert len(found.predict([[1.0, 2.0, 3.0, 4.0]])) == 1

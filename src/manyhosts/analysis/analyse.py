@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from manyhosts.analysis import statistics
+from manyhosts.control import variables
 from manyhosts.errors import ConfigError
 from manyhosts.launchers import extras
 from manyhosts.records import provenance
@@ -56,6 +57,7 @@ def analyse(run_dir: Path, request: Request, *, to: Path, command: Sequence[str]
             [*command, *words, "-m", "manyhosts.analysis.in_worker", str(file)],
             cwd=_folder(run_dir),
             stdout=subprocess.DEVNULL,
+            env={**os.environ, variables.NOT_RESUMED: "1"},
             check=True,
         )
     return cast(dict[str, Any], from_words(read_json(to / NAME)))

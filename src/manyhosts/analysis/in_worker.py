@@ -100,9 +100,7 @@ class _Forward:
     def _of_samples(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss: Any = self._loss
         if loss is None:  # a step has its own: what its outputs say of classes is used instead
-            if outputs.dim() == 2 and targets.dim() == 1 and not targets.is_floating_point():
-                return nn.functional.cross_entropy(outputs, targets, reduction="none")
-            return (outputs - targets).square().flatten(1).mean(1)
+            return _of_outputs(outputs, targets)
         if getattr(loss, "reduction", "") == "mean" and getattr(loss, "weight", None) is None:
             each = copy.copy(loss)
             each.reduction = "none"
@@ -110,6 +108,28 @@ class _Forward:
             if rows.shape[:1] == outputs.shape[:1]:
                 return rows.flatten(1).mean(1) if rows.dim() > 1 else rows
         return torch.stack([loss(outputs[k : k + 1], targets[k : k + 1]).reshape(()) for k in range(len(outputs))])
+
+
+def _of_outputs(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of each sample the cross-entropy of its classes, or the squared error of its numbers, shape (samples,).
+
+    Raises:
+        ConfigError: they are neither scores of classes nor numbers in pairs.
+    """
+    classes = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
+    if classes and (outputs.shape[0], *outputs.shape[2:]) == tuple(targets.shape):
+        rows = nn.functional.cross_entropy(outputs, targets.long(), reduction="none")
+    elif classes and outputs.shape[:-1] == targets.shape:  # a row of scores at each place, as language models give
+        rows = nn.functional.cross_entropy(outputs.movedim(-1, 1), targets.long(), reduction="none")
+    elif outputs.numel() == targets.numel():
+        rows = (outputs - targets.reshape(outputs.shape)).square()
+    else:
+        raise ConfigError(
+            f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} are no pairs",
+            where="step",
+            fix='return as "outputs" and "targets" numbers of one shape, or scores of classes and their numbers',
+        )
+    return rows.reshape(len(rows), -1).mean(1)
 
 
 def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Mapping[str, Any]) -> None:

@@ -302,7 +302,7 @@ def _job(words: Mapping[str, Any]) -> Job:
         arguments=tuple(words["arguments"]),
         folder=Path.cwd(),
         run_dir=_run_dir(words, kind, elsewhere=not here),
-        words=tuple(click.get_current_context().find_root().obj or ()),
+        words=() if variables.NOT_RESUMED in os.environ else tuple(click.get_current_context().find_root().obj or ()),
         run_dir_is_chosen=bool(words["run_dir"] or words["resume"]),
         nodes=len(hosts) or (1 if most is None else most),
         nodes_are_chosen=bool(hosts) or most is not None,

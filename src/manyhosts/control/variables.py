@@ -13,6 +13,8 @@ from manyhosts.control.job import Job
 
 RUN_DIR = "MANYHOSTS_RUN_DIR"
 """What an agent shows that it belongs to the run by."""
+NOT_RESUMED = "MANYHOSTS_NOT_RESUMED"
+"""Set for a command of ours that a user never types: it says no line to resume with."""
 FIRST = "MANYHOSTS_FIRST"
 """Names modules whose `begin()` a worker calls before its script."""
 CHOSEN_AT_START = "(chosen at the start)"

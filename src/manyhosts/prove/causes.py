@@ -25,6 +25,14 @@ def find(trials: Trials, one: Setup, other: Setup, found: Departure, promise: st
             return cause
     if promise == "workers" and (cause := _of_sum(trials.run(one), trials.run(other), found)):
         return cause
+    if found.what == "value" and promise in ("workers", "micro"):
+        return Cause(
+            "a logged value is no mean",
+            f"the value {found.name!r} that the script logs is no mean over its samples (a root of a mean, a maximum), "
+            "so it depends on the pieces of a batch; up to it all is equal",
+            "give a metric for it, mh.Trainer(metrics=…), or log what is a mean over the samples",
+            "losses and the inputs of the step are equal",
+        )
     return Cause(
         "unknown",
         "no cause was found in the data, in a second pass over the same samples, nor, where that can be tried, in "

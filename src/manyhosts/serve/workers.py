@@ -39,6 +39,13 @@ class Served:
     start_s: float = 600.0
 
 
+_START = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); import runpy;"
+    " runpy.run_module('manyhosts.serve.model_process', run_name='__main__', alter_sys=True)"
+)
+"""No file of the working directory is imported unless the script is there: one may be called csv.py."""
+
+
 class Lost(Exception):
     """The processes ended, or were silent for too long, before they had answered."""
 
@@ -151,8 +158,7 @@ class Workers:
                     "MASTER_PORT": str(port),
                 }
             process = await asyncio.create_subprocess_exec(
-                # No file of the working directory is imported: one may be called csv.py.
-                *(sys.executable, "-P", "-m", "manyhosts.serve.model_process"),
+                *(sys.executable, "-c", _START),
                 env=variables,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),

@@ -160,7 +160,7 @@ def test_pod_without_its_variables_says_that_it_is_not_to_be_started_by_hand(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert kubernetes_node.main({}) == 2
-    assert "JOB_COMPLETION_INDEX is 'not set', so this process does not know" in capsys.readouterr().err
+    assert "JOB_COMPLETION_INDEX is not set, so this process does not know" in capsys.readouterr().err
 
 
 def test_instance_without_sagemakers_files_leaves_a_sentence_for_the_console(tmp_path: Path) -> None:

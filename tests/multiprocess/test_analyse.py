@@ -303,3 +303,41 @@ def test_loss_of_a_sample_is_what_outputs_and_targets_say(outputs: Any, targets:
 def test_outputs_and_targets_that_are_no_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="are no pairs"):
         in_worker._of_outputs(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+STEP = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+
+generator = torch.Generator().manual_seed(0)
+inputs = torch.randn(200, 5, generator=generator)
+targets = inputs.sum(1) + 3 * torch.randn(200, generator=generator)
+
+
+def step(model, batch):
+    outputs = model(batch[0]).squeeze(-1)
+    return {"loss": nn.functional.LOSS(outputs, batch[1]), "outputs": outputs, "targets": batch[1]}
+
+
+data = mh.Data(TensorDataset(inputs, targets), test=TensorDataset(inputs, targets), batch_size=50)
+trainer = mh.Trainer(
+    model=lambda: nn.Linear(5, 1), step=step, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), data=data
+)
+trainer.fit("1 epoch")
+trainer.test()
+"""
+
+
+@pytest.mark.parametrize(("loss", "is_known"), [("l1_loss", False), ("mse_loss", True)])
+def test_loss_of_a_step_of_ones_own_is_that_of_the_test(loss: str, is_known: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STEP.replace("LOSS", loss))
+    done = manyhosts(tmp_path, "run", "--workers", "1", "--run-dir", "own", "train.py")
+    assert done.returncode == 0, done.stderr
+    values = analysed(tmp_path, "own")["values"]
+    reported = json.loads((tmp_path / "own" / "summary.json").read_text())["test"]["loss"]
+    assert values["loss"]["value"] == pytest.approx(reported, rel=1e-5)
+    assert ("low" in values["loss"]) is is_known
+    assert ("error of outputs" in values) is not is_known

@@ -89,7 +89,9 @@ class Slow(Rows):
 def test_loader_ends_for_its_worker_and_not_for_a_scheduler_that_asks_all_processes(tmp_path: Path) -> None:
     """A worker that is asked to stop needs its batches to come to the end of its step, and to save."""
     context = loader_process.context()
-    loader = DataLoader(Slow(), batch_size=1, num_workers=1, multiprocessing_context=context)
+    loader = DataLoader(
+        Slow(), batch_size=1, num_workers=1, multiprocessing_context=context, worker_init_fn=loader_process.outlive
+    )
     batches = iter(loader)
     next(batches)
     [process] = batches._workers

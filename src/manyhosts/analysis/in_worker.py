@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ class _Forward:
 
     def __init__(self, run: TrainedRun) -> None:
         self._step, self._loss, self._where = run.trainer.step, run.trainer.loss, run.trainer.called_in
+        self._has_counts = run.trainer.has_counts
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if self._step is None:
@@ -79,7 +80,17 @@ class _Forward:
                 fix="give mh.Trainer a step that returns tensors as 'outputs' and 'targets'",
             )
         losses, counts = self._losses(outputs, targets)
-        return {"outputs": outputs.float(), "targets": targets, "losses": losses, "counts": counts.double()}
+        found = {"outputs": outputs.float(), "targets": targets, "losses": losses, "counts": counts.double()}
+        return found if self._step is None else {**found, **self._of_step(cast(Mapping[str, Any], result), losses)}
+
+    def _of_step(self, result: Mapping[str, Any], losses: Tensor) -> dict[str, Tensor]:
+        """Of each sample the loss of its batch by the script's step, what it counts, and whether `losses` are it."""
+        given = result["loss"]
+        loss = torch.as_tensor(sum(given.values()) if isinstance(given, Mapping) else given)
+        count = float(result["count"]) if self._has_counts and "count" in result else float(len(losses))
+        same = torch.isclose(losses.double().mean(), loss.double(), rtol=1e-4, atol=1e-8)
+        whole = torch.ones(len(losses), dtype=torch.float64)
+        return {"of_batch": whole * float(loss), "share": whole * count / len(losses), "same": whole * float(same)}
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of each sample, and what it counts in the mean, as in training; both of shape (samples,)."""
@@ -157,7 +168,7 @@ def _write(run: TrainedRun, dataset: Any, found: Mapping[str, Tensor], asked: Ma
         "samples": samples,
         "kind": kind,
         "resamples": len(draws),
-        "values": statistics.with_intervals(_values(run, found, arrays, kind), samples, draws),
+        "values": _with_loss(found, statistics.with_intervals(_values(run, found, arrays, kind), samples, draws)),
     }
     kept: dict[str, Any] = {
         "losses": arrays["losses"],
@@ -226,7 +237,7 @@ def _values(run: TrainedRun, found: Mapping[str, Tensor], arrays: Mapping[str, A
         rows = torch.from_numpy(chosen)
         counts = found["counts"][rows]
         mean = (losses[rows].double() * counts).sum() / counts.sum()
-        reported = {"loss": float(mean)}
+        reported = {_name_of_losses(found): float(mean)}
         for name, metric in metrics.items():
             metric.reset()
             metric.update(outputs[rows], targets[rows])
@@ -238,6 +249,19 @@ def _values(run: TrainedRun, found: Mapping[str, Tensor], arrays: Mapping[str, A
         return reported
 
     return values
+
+
+def _name_of_losses(found: Mapping[str, Tensor]) -> str:
+    """What the losses of samples are: the script's, or what its outputs and targets say where a step has its own."""
+    return "loss" if "same" not in found or bool(found["same"].all()) else "error of outputs"
+
+
+def _with_loss(found: Mapping[str, Tensor], values: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """`values` with the script's own loss before them, where samples have another one: its interval is not known."""
+    if "loss" in values:
+        return values
+    mean = (found["of_batch"] * found["share"]).sum() / found["share"].sum()
+    return {"loss": {"value": float(mean)}, **values}
 
 
 def _sample(kept: Mapping[str, Any], index: int, kind: str) -> dict[str, Any]:

@@ -79,7 +79,9 @@ def _named(word: str, snapshot: str) -> tuple[Path, str]:
 
 def _print(found: dict[str, Any], place: str) -> None:
     print(f"{found['samples']:,} {found['data']} samples, weights of step {found['step']:,}, 95 % intervals")
-    rows = [[name, *(f"{each[key]:.4f}" for key in ("value", "low", "high"))] for name, each in found["values"].items()]
+    ends = ("value", "low", "high")
+    values = found["values"].items()
+    rows = [[name, *(f"{each[key]:.4f}" if key in each else "" for key in ends)] for name, each in values]
     print_columns(("value", "", "from", "to"), rows, numbers=("", "from", "to"))
     if found["kind"] == "classes":
         print()

@@ -199,6 +199,10 @@ _DEPEND = {
 """Settings of strategies, and the others that decide their range; without the first of these the run alone knows it."""
 
 
+_NEUTRAL = {"fragments": "1", "overlap_steps": "0"}
+"""What stands in for those of them that the script may have given: whatever it has, these ask no more."""
+
+
 def check_value(key: str, text: str, *, where: str, others: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise ConfigError where `text` can be no value of `key`, whatever the settings are that `others` does not have.
 
@@ -221,7 +225,8 @@ def check_value(key: str, text: str, *, where: str, others: Mapping[str, str] = 
             _check_word(text, types_of, key)
             deciding = _DEPEND.get(key, ())
             if not deciding or deciding[0] in others:
-                _replace(kind(), {**{each: others[each] for each in deciding if each in others}, key: text}, "")
+                known = {**_NEUTRAL, **others}
+                _replace(kind(), {**{each: known[each] for each in deciding if each in known}, key: text}, "")
     except ConfigError as error:
         raise ConfigError(error.what, where=f"{where} {key}={text}", fix=error.fix) from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
@@ -29,6 +28,7 @@ def context() -> BaseContext | None:
 
 
 class _Process(ForkProcess):
+    terminate = ForkProcess.kill
     begun: tuple[int, int]
     """The ends of a pipe, to read and to write."""
 
@@ -41,18 +41,15 @@ class _Process(ForkProcess):
         os.close(reader)
         os.write(writer, b"\n")
         os.close(writer)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
         return super()._bootstrap(parent_sentinel)  # type: ignore[misc, no-any-return]
 
 
-def _end_for(parent: int) -> None:
-    """End when `parent` sends SIGTERM, and not when a scheduler sends it to all processes: the worker needs its batches
-    to come to the end of its step, and to save.
+def outlive(_number: int) -> None:
+    """For `DataLoader(worker_init_fn=…)`: do not end by SIGTERM, which a scheduler sends to all processes. The worker
+    needs its batches to come to the end of its step, and to save; it ends its loaders by SIGKILL.
     """
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
-    os._exit(0)
+    if context() is not None:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a handler, and not to ignore: what a dataset starts hears it
 
 
 class _Popen(Popen):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import UserDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -184,6 +183,7 @@ class Loader:
                 collate_fn=_only,
                 pin_memory=self.pin,
                 multiprocessing_context=loader_process.context(),
+                worker_init_fn=loader_process.outlive,
                 generator=torch.Generator(),  # or it would draw its seed from the generator that dropout uses
             )
             batches = iter(loader)
@@ -323,9 +323,12 @@ def mapped(batch: Any, change: Any) -> Any:
         return type(batch)(mapped(item, change) for item in batch)
     if isinstance(batch, Mapping):
         changed = {key: mapped(item, change) for key, item in batch.items()}
-        if not isinstance(batch, UserDict):
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
             return changed
-        of_its_kind = copy(batch)  # a BatchEncoding, say, has methods that a script uses
-        of_its_kind.update(changed)
+        try:
+            of_its_kind = copy(batch)  # a BatchEncoding, say, has methods that a script uses
+            of_its_kind.update(changed)
+        except Exception:  # of many kinds: a ModelOutput takes no update
+            return changed
         return of_its_kind
     return batch

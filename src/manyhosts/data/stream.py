@@ -68,6 +68,7 @@ class Stream:
                     batch_size=None,
                     num_workers=1,
                     multiprocessing_context=loader_process.context(),
+                    worker_init_fn=loader_process.outlive,
                     generator=torch.Generator(),
                 )
             )

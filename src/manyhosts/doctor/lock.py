@@ -91,13 +91,15 @@ def findings(kept: Mapping[str, Facts], hosts: Sequence[Facts]) -> Iterator[Find
                 )
 
 
+_VERSIONS = f"# The versions of {NAME}."
 _HEAD = f"# A container for training, with the versions of {NAME}."
 
 
 def is_recipe(folder: Path) -> bool:
-    """Whether the Dockerfile of `folder` is one that `write_recipe` has written."""
-    path = folder / "Dockerfile"
-    return path.is_file() and path.read_text(errors="replace").startswith(_HEAD)
+    """Whether what is in `folder` was written by `write_recipe`."""
+    heads = {"Dockerfile": _HEAD, "requirements.lock": _VERSIONS}
+    there = [(folder / name, head) for name, head in heads.items() if (folder / name).is_file()]
+    return any(path.read_text(errors="replace").startswith(head) for path, head in there)
 
 
 def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
@@ -123,7 +125,7 @@ def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:
         f"RUN python3 -m pip install --no-cache-dir --no-deps -r /tmp/requirements.lock /tmp/{wheel}\n"
     )
     write_atomically(folder / "Dockerfile", recipe.encode())
-    write_atomically(folder / "requirements.lock", "".join(f"{pin}\n" for pin in pins).encode())
+    write_atomically(folder / "requirements.lock", "".join(f"{line}\n" for line in (_VERSIONS, *pins)).encode())
     return [folder / "Dockerfile", folder / "requirements.lock"]
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from manyhosts.control import job_file
+from manyhosts.control.head.failure_policy import STEP_S
 from manyhosts.control.plan import Plan
 from manyhosts.errors import ConfigError, LaunchError, ManyhostsError
 from manyhosts.launchers import detached
@@ -121,7 +122,7 @@ class Background:
             LaunchError: it does not end.
         """
         run_dir, state = _found(self._target, name)
-        patience_s = job_file.load(run_dir / "detached" / "job.json").farewell_s + _LONGER_S
+        patience_s = job_file.load(run_dir / "detached" / "job.json").farewell_s + _LONGER_S + STEP_S
         deadline = time.monotonic() + patience_s
         if not _is_held(run_dir / "detached") and run_lock.goes_on(run_dir):
             what = "this job has ended, and its run was begun again in a terminal"

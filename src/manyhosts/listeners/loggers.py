@@ -99,7 +99,7 @@ class CSVLogger(Logger):
     """Writes a table with a line for each step, validation and test, and a column for each value.
 
     A run that is resumed continues the table after its snapshot. The table is on the disk before each snapshot. That of
-    another run, which was begun before, is set aside as `values-RUN.csv`, and taken up again where that run is resumed.
+    another run, begun before, is set aside as `values-RUN-NUMBER.csv`, and taken up where that one is resumed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -124,13 +124,13 @@ class CSVLogger(Logger):
         self._run, before = str(run_dir), self._owner()
         if not self._run or before == self._run:
             return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._owner_file.write_text(self._run)  # first: a run that continues writes to its own table from now on
         if before and self._path.exists():
             os.replace(self._path, self._place_of(before))
             _LOG.warning("%s had the values of %s: they are in %s now", self._path, before, self._place_of(before))
         if self._place_of(self._run).exists():
             os.replace(self._place_of(self._run), self._path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._owner_file.write_text(self._run)
 
     @property
     def _owner_file(self) -> Path:

@@ -56,7 +56,7 @@ def values(found: Mapping[str, Any]) -> list[list[str]]:
     """Loss and metrics with their intervals."""
     rows = [["value", "", "from", "to"]]
     for name, each in found["values"].items():
-        rows.append([name, *(_figure(each[key]) for key in ("value", "low", "high"))])
+        rows.append([name, *(_figure(each[key]) if key in each else "" for key in ("value", "low", "high"))])
     return rows
 
 

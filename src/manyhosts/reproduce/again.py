@@ -120,6 +120,10 @@ class Again:
                 bool(self._set_later),
                 f"{', '.join(self._set_later)} had another value in a later start: here as at the first",
             ),
+            (
+                list(self.found.arguments) != list(self.record.arguments),
+                "the script had other arguments at its first start: here those of the last",
+            ),
             (left > 0, f"{left:,} files were read beyond those that the record lists"),
         )
         return [text for is_so, text in known if is_so]

@@ -6,6 +6,7 @@ waits for anybody. Where a run begins, the newest that is complete on some host 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from manyhosts.communication import transfer
 from manyhosts.communication.gathering import gather_plain, gather_words
 from manyhosts.communication.side_group import SideGroup
 from manyhosts.communication.world import World
+from manyhosts.errors import SnapshotError
 from manyhosts.records import run_directory
 from manyhosts.records.manifest import NAME, read
 from manyhosts.snapshot.disk import Disk
@@ -111,7 +113,9 @@ def bring_best(path: Path, world: World, disk: Disk, step: int) -> None:
     Every worker calls this. Nothing is brought where there is none.
     """
     is_first = first_of_disk(world)
-    own = f"{read(path).facts.step} {_content(path)}" if (path / NAME).exists() else ""
+    own = ""
+    with contextlib.suppress(SnapshotError, OSError):  # one that is damaged is none
+        own = f"{read(path).facts.step} {_content(path)}" if (path / NAME).exists() else ""
     reported = [word.split() for word in gather_words(world, own)]
     source = next((rank for rank, words in enumerate(reported) if words and int(words[0]) == step), 0)
     if reported[source]:

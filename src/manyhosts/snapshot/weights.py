@@ -99,9 +99,15 @@ def from_file(path: Path, *, where: str) -> dict[str, Tensor]:
         raise ConfigError(f"cannot read the weights: {reason}", where=where, fix=_FIX) from cause
     inner = read.get("state_dict", read) if isinstance(read, dict) else None
     # A model may keep more than tensors: get_extra_state().
-    if not isinstance(inner, dict) or not any(isinstance(value, Tensor) for value in inner.values() or [Tensor()]):
+    if not isinstance(inner, dict) or not is_state_dict(inner):
         raise ConfigError("the file holds no state_dict", where=where, fix=_FIX)
     return inner
+
+
+def is_state_dict(given: Mapping[str, Any]) -> bool:
+    """Whether it is one of a model: tensors, and what `get_extra_state` gives; no checkpoint of several things."""
+    others = [name for name, value in given.items() if not isinstance(value, Tensor)]
+    return all(str(name).endswith("_extra_state") for name in others)
 
 
 def check_path(path: Path) -> None:

@@ -150,7 +150,7 @@ class Run(Session):
             fix = 'give each a name: models={"first": Net, "second": Other}'
             raise ConfigError(f"models is a {type(given).__name__}", where="mh.Run(models=…)", fix=fix)
         self._models = models if isinstance(models, Mapping) else {"model": models}
-        self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(self._models): optimizers}
+        self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(map(str, self._models)): optimizers}
         one_for_all = {} if schedulers is None else dict.fromkeys(self._makers, schedulers)
         self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else one_for_all
         self.evaluates = evaluate is not None

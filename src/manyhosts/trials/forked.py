@@ -40,6 +40,8 @@ _WAY_OUT_S = 3.0
 _WARM_S = 60.0
 _COMPUTES = 0.1
 """The share of a core from which on workers that say nothing are taken to compute."""
+_PERIODS = 10
+"""For so many times the limit at most."""
 _SHOWN_LINES = 30
 
 
@@ -141,7 +143,7 @@ class LocalTrialRunner:
 
     def _wait(self, hang_s: float) -> bool:
         """Until all workers have ended. Returns whether they were ended because nothing moved."""
-        hung, moved, used = False, 0.0, 0.0
+        hung, moved, used, began = False, 0.0, 0.0, time.monotonic()
 
         def look() -> bool:
             nonlocal hung, moved, used
@@ -150,8 +152,8 @@ class LocalTrialRunner:
             now = time.monotonic()
             if max(moved, *(worker.heard for worker in self._workers.values())) + hang_s < now and not hung:
                 # A script that prints nothing, and computes: a tokenizer, a compiler, one long step.
-                used, before = cpu_seconds(self._fork_server.pid), used
-                if used - before > _COMPUTES * hang_s:
+                before, used = used, max(used, cpu_seconds(self._fork_server.pid))
+                if used - before > _COMPUTES * hang_s and now - began < _PERIODS * hang_s:
                     moved = now
                     return False
                 hung = True

@@ -126,7 +126,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._take) for number in numbers}
+        heard = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]  # nohup
+        self._before = {number: signal.signal(number, self._take) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -70,7 +70,9 @@ def test_recipe_installs_the_versions_of_the_lock(
     recipe = (tmp_path / "Dockerfile").read_text()
     assert "\nFROM python:3.11.7-slim\n" in recipe
     assert "torch is the build 2.13.0+cpu" in recipe
-    assert (tmp_path / "requirements.lock").read_text() == "torch==2.13.0\nnumpy==2.4.0\n"
+    assert (
+        tmp_path / "requirements.lock"
+    ).read_text() == "# The versions of manyhosts.lock.\ntorch==2.13.0\nnumpy==2.4.0\n"
 
 
 def test_lock_of_another_version_is_refused(tmp_path: Path) -> None:

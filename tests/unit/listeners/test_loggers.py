@@ -140,6 +140,11 @@ def test_test_of_a_run_that_is_over_and_asked_again_has_one_line(tmp_path: Path)
     assert [step for step, _ in column(path, "train/loss")] == [1, 2, 3]
 
 
+def one(folder: Path, pattern: str) -> Path:
+    [found] = folder.glob(pattern)
+    return found
+
+
 def test_tables_of_two_runs_at_one_place_are_not_mixed(tmp_path: Path) -> None:
     path = tmp_path / "values.csv"
 
@@ -151,10 +156,10 @@ def test_tables_of_two_runs_at_one_place_are_not_mixed(tmp_path: Path) -> None:
     run("a", started(), stepped(1, loss=1.0), ended(1))
     run("b", started(), stepped(1, loss=7.0), stepped(2, loss=8.0), ended(2))
     assert column(path, "train/loss") == [(1, 7.0), (2, 8.0)]
-    assert column(tmp_path / "values-a.csv", "train/loss") == [(1, 1.0)]
+    assert column(one(tmp_path, "values-a-*"), "train/loss") == [(1, 1.0)]
     run("a", started(1), stepped(2, loss=2.0), ended(2))
     assert column(path, "train/loss") == [(1, 1.0), (2, 2.0)]
-    assert column(tmp_path / "values-b.csv", "train/loss") == [(1, 7.0), (2, 8.0)]
+    assert column(one(tmp_path, "values-b-*"), "train/loss") == [(1, 7.0), (2, 8.0)]
 
 
 def test_tables_of_two_runs_at_once_are_two(tmp_path: Path) -> None:
@@ -166,4 +171,4 @@ def test_tables_of_two_runs_at_once_are_two(tmp_path: Path) -> None:
     for place, each in enumerate(both):
         reported(each, stepped(1, loss=float(place)), stepped(2, loss=float(place)))
     assert column(path, "train/loss") == [(1, 1.0), (2, 1.0)]
-    assert column(tmp_path / "values-a.csv", "train/loss") == [(1, 0.0), (2, 0.0)]
+    assert column(one(tmp_path, "values-a-*"), "train/loss") == [(1, 0.0), (2, 0.0)]

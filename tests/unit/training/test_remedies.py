@@ -177,8 +177,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a directory of a number": (lambda: trainer(run_dir=5), "run_dir is a int", "run_dir="),
     "weights of a number": (lambda: trainer(init_from=3), "init_from is given a int", "init_from="),
     "a checkpoint of several things": (
-        lambda: trainer(init_from={"model": net().state_dict(), "epoch": 3}),
-        "no state_dict is in it, but model, epoch",
+        lambda: trainer(init_from={"model": net().state_dict(), "epoch": 3, "random": torch.zeros(2)}),
+        "no state_dict is in it, but model, epoch, random",
         "torch.load(PATH)['model']",
     ),
     "models without names": (lambda: own(models=[net]), "models is a list", "give each a name"),
@@ -612,3 +612,38 @@ def test_state_that_no_snapshot_could_keep_is_refused_before_much_is_trained(
         trainer(**more, run_dir=tmp_path).fit("4 epochs")
     metrics = tmp_path / "metrics.jsonl"
     assert (len(events(tmp_path, "step")) if metrics.exists() else 0) <= steps
+
+
+def test_rows_of_graphs_in_one_tensor_are_counted_as_the_loss_does(tmp_path: Path) -> None:
+    """Each sample has another number of rows, which collate puts into one tensor; the loss is a mean over rows."""
+    generator = torch.Generator().manual_seed(3)
+    samples = [(torch.randn(1 + n % 5, 4, generator=generator), torch.randn(1 + n % 5, generator=generator) + n % 5)
+               for n in range(48)]  # fmt: skip
+
+    class Graphs(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(samples)
+
+        def __getitem__(self, index: int) -> Any:
+            return samples[index]
+
+    def collate(chosen: list[Any]) -> Any:
+        return torch.cat([each[0] for each in chosen]), torch.cat([each[1] for each in chosen])
+
+    def made(where: str, **more: Any) -> mh.Trainer:
+        data = mh.Data(Graphs(), validation=Graphs(), batch_size=16, collate=collate)
+        return trainer(
+            model=lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)),
+            loss=nn.MSELoss(), data=data, run_dir=tmp_path / where, **more,
+        )  # fmt: skip
+
+    one = made("one")
+    one.fit("1 epoch")
+    inputs, targets = collate(samples)
+    with torch.no_grad():
+        whole = functional.mse_loss(one.model(inputs), targets)
+    assert one.validate(weights="last")["loss"] == pytest.approx(float(whole), rel=1e-6)
+    with pytest.raises(ConfigError, match="Samples have different numbers of rows") as raised:
+        made("two", micro_batch_size=8).fit("1 epoch")
+    assert "weight=lambda batch: len(batch[1])" in raised.value.fix
+    made("three", micro_batch_size=8, weight=lambda batch: len(batch[1])).fit("1 epoch")

@@ -282,7 +282,7 @@ class Agent:
             self.leave()  # another run has the directory
             return
         self._headless = True
-        self._workers.have_saved(saving, "the command of this run was killed, and the same command continues it")
+        self._workers.have_saved(saving, "the command of this run was killed: --run-dir of the run continues it")
         deadline = time.monotonic() + FAREWELL_S
 
         def check() -> None:

@@ -18,11 +18,11 @@ from manyhosts.control.head.workers import WorkerGroup
 from manyhosts.control.protocol import End, Ended, Signal, Trouble
 from manyhosts.errors import LaunchError
 
-_FIRST_CAUSE_S = 2.0
-_STEP_S = 30.0
-"""Most that others get in addition to their grace, to finish the step under way before they save."""
+STEP_S = 30.0
+"""Most that workers get in addition, to finish the step under way before they save."""
 _STEPS = 2
 """A wish to stop travels with the next step: so many of the longest ones come before a run begins to save."""
+_FIRST_CAUSE_S = 2.0
 """How long a failure that looks like the consequence of another one waits for that other one to be heard of, and how
 long the others have to end by themselves where they raise the same error."""
 _ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
@@ -268,7 +268,7 @@ class FailurePolicy:
         if self.ended_well and self._culprit.may_be_consequence:
             self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
         self._others_ended = len(state.running) + len(self._failures) - 1
-        step_s = min(_STEP_S, self._worker_group.regroup.longest_s)  # they save after the step under way
+        step_s = min(STEP_S, self._worker_group.regroup.longest_s)  # they save after the step under way
         self._agents.send_all(End(generation=generation, grace_s=state.job.grace_s + step_s))
         self.all_ended = not state.running
 
@@ -309,13 +309,12 @@ class FailurePolicy:
             state.result = 130
             return
         state.display.warn(f"manyhosts: {signal_name(number)}: stopping workers; press Ctrl-C again to kill them")
-        if self._worker_group.regroup.is_waiting:
-            self._worker_group.regroup.refuse()  # nobody is waited for any more: those that wait save what they hold
         self._agents.send_all(
             Signal(
                 generation=state.generation,
                 signal=int(signal.SIGTERM),  # what torchrun sends: scripts that know nothing of us end in silence
                 cause=int(number),
-                farewell_s=state.job.farewell_s + _STEPS * self._worker_group.regroup.longest_s,
+                farewell_s=state.job.farewell_s + min(STEP_S, _STEPS * self._worker_group.regroup.longest_s),
             )
         )
+        self._worker_group.regroup.stop()

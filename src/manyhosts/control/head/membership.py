@@ -73,7 +73,7 @@ class GroupCoordinator:
         self._forming = False
         self._outcomes: dict[int, Any] = {}
         """What came out of the calls of the script that are over, by number."""
-        self.ended = False
+        self.ended = self._stopping = False
 
     def to_dict(self) -> dict[str, Any]:
         """What another head needs to continue with these workers."""
@@ -157,6 +157,8 @@ class GroupCoordinator:
                 return
             self.group_state.ask(number, int(fields["step"]), group=int(fields["group"]), call=call)
             self._begin()
+            if self._stopping:
+                self._refuse_in_vain()
 
     def _note_outcome(self, member: Member, call: int, outcome: Any) -> None:
         """A call is over. Those that wait in it for a new group, and have almost been answered, need wait no longer."""
@@ -210,10 +212,15 @@ class GroupCoordinator:
         self.group_state.members.pop(number, None)
         self._try()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether workers that hold all of the model wait for others, which may never come."""
-        return self.group_state.parts == 1 and any(each.asked is not None for each in self.group_state.trained())
+    def stop(self) -> None:
+        """The run was asked to stop: nobody is waited for any more who has yet to come."""
+        self._stopping = True
+        self._refuse_in_vain()
+
+    def _refuse_in_vain(self) -> None:
+        """Have workers that wait for one which may never come save what they hold, where each holds all."""
+        if self.group_state.parts == 1 and any(each.late for each in self.group_state.waited_for()):
+            self.refuse()
 
     @property
     def longest_s(self) -> float:

@@ -324,7 +324,7 @@ class RunDirLock:
         """What the user types to resume this run; empty where there is nothing to continue with."""
         job, begun = job_file.without_hidden(self._state.job), self._state.directories
         lacking = sorted(name for name in job_file.hidden(job) if job.words != self._state.job.words)
-        first = f"  # after: export {' '.join(f'{name}=…' for name in lacking)}" if lacking else ""
+        first = f"\n  after: export {' '.join(f'{name}=…' for name in lacking)}" if lacking else ""
         if not job.words:
             return ""
         if job.run_dir_is_chosen or any(path.is_relative_to(job.run_dir) for path in begun):

@@ -323,8 +323,9 @@ class Slurm(Engine):
         self.write_files(plan)
         try:
             sent = self._ask(plan.command)
-        except LaunchError:
-            if not was_there:  # nothing has begun in it
+        except LaunchError as error:
+            # Where it did not answer in time the job may be queued all the same.
+            if "refused" in error.what and not _DOWN.search(error.what) and not was_there:
                 shutil.rmtree(plan.job.run_dir, ignore_errors=True)
             raise
         return sent.strip().partition(";")[0]  # number;cluster

@@ -30,7 +30,7 @@ from manyhosts.training.loop.compute import (
     step_values,
     terms_of,
 )
-from manyhosts.training.loss_weights.weighing import Weighing
+from manyhosts.training.loss_weights.weighing import Weighing, is_by_number, rows_in
 
 if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
     from torchmetrics import Metric
@@ -64,6 +64,7 @@ class Evaluation:
         self.has_counts = has_counts
         self.passes, self.world, self.weighing = passes, passes.world, weighing
         self.loss, self.step = loss, step
+        self._is_of_rows = step is None and is_by_number(loss)
         self.metrics = Metrics(metrics, passes.world, seed=passes.seed)
 
     @torch.no_grad()
@@ -176,6 +177,8 @@ class Evaluation:
             if self.has_counts and "count" in values:
                 given = float(values["count"])
                 values = {name: each for name, each in values.items() if name != "count"}
+            if rule is None and self._is_of_rows:
+                given = rows_in(targets, len(piece))
             self.metrics.update(int(piece[0]), outputs, targets)
             by_loss: dict[str, float] = {}
             if isinstance(given, Mapping):  # several losses, which are added when all of each is here

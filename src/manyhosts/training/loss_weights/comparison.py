@@ -36,7 +36,7 @@ from manyhosts.training.consistency.held_values import HeldValues, differing
 from manyhosts.training.evaluation.dataset_forward import in_evaluation
 from manyhosts.training.loop.compute import ForwardPass, terms_of
 from manyhosts.training.loss_weights.set_draws import HALVES, Communicates, NotTried, SetDraws
-from manyhosts.training.loss_weights.weighing import Rule, counted, has_ignored, rules_for
+from manyhosts.training.loss_weights.weighing import Rule, counted, has_ignored, rules_for, targets_of
 from manyhosts.training.setup.trained_module import collective_forward, model_of
 
 Losses = Mapping[str, float]
@@ -88,6 +88,7 @@ WRITES = "writes"
 COMMUNICATES = "communicates"
 """Model, loss or step call a collective of `torch.distributed`."""
 PADS = "pads"
+ROWS = "rows"
 """`collate` gives a part of a batch another shape for each sample than the batch."""
 IN_CHUNKS = "is called in chunks"
 """A BatchNorm is called several times in a forward pass, with a part of the samples each time."""
@@ -254,6 +255,9 @@ class Comparison:
             parts = [make(0, cut), make(cut, count)]
             if other := _of_samples(parts) - _of_samples(batch):
                 self.seen.findings[PADS] = str(min(other))
+            rows = [len(each) for each in map(targets_of, (batch, *parts)) if each is not None]
+            if len(rows) > len(parts) and rows[0] == sum(rows[1:]) and rows[1] * count != rows[0] * cut:
+                self.seen.findings[ROWS] = str(rows[0])
             losses = self._losses(full, make(0, count), parts)
             if self.draws.left:
                 raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")

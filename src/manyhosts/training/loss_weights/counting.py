@@ -63,6 +63,12 @@ _FIXES = {
         "leave padding out of the loss (a mask, ignore_index) and of what the model adds up over a text, or pad all "
         f"samples to one length in collate; or {_OR_ELSE}",
     ),
+    comparison.ROWS: (
+        "{}. Samples have different numbers of rows (atoms, nodes, tokens in one tensor), and the loss is a mean over "
+        "rows",
+        "say what a piece counts: weight=lambda batch: len(batch[1]), or the length of what else has the targets; "
+        f"or {_OR_ELSE}",
+    ),
     "mixes samples": (
         "{}; PyTorch's own losses are means, so the model looks at the other samples of a batch",
         "use nn.BatchNorm in place of a normalisation of your own, or sum over the workers what it is made of, with "
@@ -166,8 +172,9 @@ class LossWeights:
         what += f": {seen.values}, so it depends on how a batch is cut{seen.findings.get(comparison.WRITES, '')}"
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
         pads = not (is_mean or given) and bool(seen.findings.get(comparison.PADS))
+        of_rows = not (is_mean or given) and bool(seen.findings.get(comparison.ROWS))
         wrong = {
-            **seen.findings, comparison.PADS: what * pads,
+            **seen.findings, comparison.PADS: what * pads, comparison.ROWS: what * of_rows,
             "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong,
         }  # fmt: skip
         if not isinstance(parts.batch_norm, GlobalBatch):

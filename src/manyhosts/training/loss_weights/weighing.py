@@ -121,6 +121,29 @@ def is_plain(loss: Any) -> bool:
     return is_function or type(loss).__module__ == "torch.nn.modules.loss"
 
 
+_BY_NUMBER = {
+    nn.MSELoss: functional.mse_loss,
+    nn.L1Loss: functional.l1_loss,
+    nn.SmoothL1Loss: functional.smooth_l1_loss,
+    nn.HuberLoss: functional.huber_loss,
+    nn.BCELoss: functional.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: functional.binary_cross_entropy_with_logits,
+}
+
+
+def is_by_number(loss: Any) -> bool:
+    """Whether `loss` is one of PyTorch's that is the mean over all numbers of its targets."""
+    function, given = _function(loss)
+    return (type(loss) in _BY_NUMBER or function in _BY_NUMBER.values()) and given.get("reduction", "mean") == "mean"
+
+
+def rows_in(targets: Any, samples: int) -> int:
+    """What such targets of so many samples count: their rows, where a sample has several (the atoms of a molecule)."""
+    if not isinstance(targets, Tensor) or not targets.dim() or len(targets) == samples:
+        return samples
+    return samples if targets.dim() > 1 and targets.shape[1] == samples else len(targets)  # samples may come second
+
+
 def refuse_sum(loss: Any) -> None:
     """Refuse a loss of PyTorch that adds its samples up.
 

@@ -24,7 +24,7 @@ from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.tensor_parts import Box
 from manyhosts.snapshot.load import load as load_snapshot
 from manyhosts.snapshot.slices import StoredTensor
-from manyhosts.snapshot.weights import load, of_model
+from manyhosts.snapshot.weights import is_state_dict, load, of_model
 from manyhosts.table import nearest
 from manyhosts.training.fit import Fit
 from manyhosts.training.setup.build import ModelOrMaker, Parts
@@ -266,7 +266,7 @@ def _in_file(path: Path) -> Mapping[str, Stored]:
 
 def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
     inner = weights.get("state_dict", weights) if isinstance(weights, Mapping) else None
-    if not isinstance(inner, Mapping) or not any(isinstance(value, Tensor) for value in inner.values() or [Tensor()]):
+    if not isinstance(inner, Mapping) or not is_state_dict(inner):
         entries = weights if isinstance(weights, Mapping) else {}
         keys = f", but {', '.join(map(str, list(entries)[:8]))}" if entries else ""
         inside = [key for key, each in entries.items() if isinstance(each, Mapping)]

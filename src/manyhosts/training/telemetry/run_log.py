@@ -142,7 +142,11 @@ class RunLog:
         """Tell loggers that keep values of several runs which one this is."""
         for each in self.listeners:
             if isinstance(each, Logger):
-                each.begin_run(self.directory.path)
+                try:
+                    each.begin_run(self.directory.path)
+                except OSError as error:  # as with any listener that fails, training continues
+                    words = f"manyhosts: {type(each).__name__} cannot be where it was told: {error}"
+                    sys.stderr.write(f"{words}\n")
 
     def _keep_provenance(self) -> None:
         """Write down what the run comes from; who watches the trials of a script has no use for it."""

@@ -24,6 +24,7 @@ TRACE = "MANYHOSTS_TRACE"
 """If set in the environment, a traceback has all calls in manyhosts, also that of an error raised on purpose."""
 
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IN_CPP = re.compile(r"\[/\S*\.(?:cc|cpp|cu|h|hpp):\d+\]")
 """Where in its source a library below PyTorch was, as Gloo and NCCL begin their messages with."""
 
@@ -129,7 +130,7 @@ def first_line(error: BaseException) -> str:
 
 def plain_lines(said: str) -> list[str]:
     """The lines of what an error says that are not empty, without the file names of libraries below PyTorch."""
-    lines = (_IN_CPP.sub("", line).strip() for line in said.splitlines())
+    lines = (_IN_CPP.sub("", _COLOURS.sub("", line)).strip() for line in said.splitlines())
     return [line for line in lines if line]
 
 

@@ -238,7 +238,9 @@ def _traced(call: ModelCall, precision: str, *, computes_bf16: bool = True) -> t
         raise ConfigError(
             f"the model is no graph that torch.export can write down: {first_line(cause)}",
             where="torch.export.export",
-            fix="keep decisions that depend on values, and sizes of the batch, out of forward; or choose safetensors",
+            fix="leave --bf16 out, or choose --format safetensors"
+            if "BFloat16" in str(cause)
+            else "keep decisions that depend on values, and sizes of the batch, out of forward; or choose safetensors",
         ) from cause
 
 

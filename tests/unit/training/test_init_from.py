@@ -131,3 +131,9 @@ def test_two_tensors_for_one_are_refused(tmp_path: Path) -> None:
     taken = mh.InitFrom(given, rename={"last.weight": "unused.last.weight"}, extra=["unused.*"])
     made = trainer(tmp_path, Tied, init_from=taken)
     assert not made.model.last.weight.any()  # type: ignore[union-attr]
+
+
+def test_name_of_a_part_that_matches_nothing_is_said_to_be_none(tmp_path: Path) -> None:
+    given = {"words.weight": torch.zeros(5, 4)}
+    with pytest.raises(ConfigError, match=r"'head' of mh\.InitFrom matches nothing: of a part write head\.\*"):
+        trainer(tmp_path, init_from=mh.InitFrom(given, missing=["head"]))

@@ -64,7 +64,8 @@ class Evaluation:
         self.has_counts = has_counts
         self.passes, self.world, self.weighing = passes, passes.world, weighing
         self.loss, self.step = loss, step
-        self._is_of_rows = step is None and is_by_number(loss)
+        said = None if weighing is None else weighing.said  # by the script, which counts here as in training
+        self._is_of_rows = step is None and said is None and is_by_number(loss)
         self.metrics = Metrics(metrics, passes.world, seed=passes.seed)
 
     @torch.no_grad()

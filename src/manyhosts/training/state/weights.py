@@ -184,6 +184,11 @@ def _agreed(
         lines.append(f"not in this model: {_named(wrong['extra'])}")
     for name in sorted(wrong["missing"] & shaped)[:_MOST_NAMED]:
         lines.append(f"{name} has shape {found[name].shape} there, and {own[name]} in this model")
+    names = {"missing": missing | shaped, "extra": extra}
+    idle = [
+        each for key in names for each in getattr(init, key) if not any(matches(name, [each]) for name in names[key])
+    ]
+    lines += [f"{each!r} of mh.InitFrom matches nothing: of a part write {each.rstrip('.')}.*" for each in idle[:1]]
     raise ConfigError(
         "these weights are of another model: " + "; ".join(lines),
         where=init.where,

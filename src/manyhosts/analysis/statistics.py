@@ -111,8 +111,8 @@ def of_slices(values: Sequence[Any], right: Array | None, losses: Array) -> list
     column = column.astype(str) if column.dtype.kind == "O" else column
     if column.dtype.kind in "fiu" and len(np.unique(column)) > _BINS:
         edges = np.quantile(column, [0.25, 0.5, 0.75])
-        apart = len(set(edges))
-        digits = next((each for each in range(6, 17) if len({f"{edge:.{each}g}" for edge in edges}) == apart), 17)
+        distinct = len(set(edges))
+        digits = next((each for each in range(6, 17) if len({f"{edge:.{each}g}" for edge in edges}) == distinct), 17)
         low, middle, high = (f"{edge:.{digits}g}" for edge in edges)
         names = [f"below {low}", f"{low} to {middle}", f"{middle} to {high}", f"from {high}"]
         column = np.array(names)[np.searchsorted(edges, column, side="right")]

@@ -439,7 +439,7 @@ class Session:
             except ConfigError as found:
                 error = found
         gather_plain(self.world, None, error)
-        self._say(f"saved in {file.name}: {Used.of(self.parts, self._run, is_best=best is not None)}")
+        self._say(f"saved in {file}: {Used.of(self.parts, self._run, is_best=best is not None)}")
 
     def _evaluated(self, evaluation: OfAllSets, which: str) -> dict[str, float]:
         compare_weights(self.parts, f"before {which}")

@@ -358,3 +358,30 @@ def test_padding_that_counts_in_the_loss_is_named(tmp_path: Path) -> None:
         made.fit("2 steps")
     assert caught.value.where == "mh.Data(collate=…)"
     assert "leave padding out of the loss" in caught.value.fix
+
+
+def test_a_mean_over_labels_of_padded_parts_is_told_of_weight(tmp_path: Path) -> None:
+    """Padding is left out already: what is refused is the mean over labels, and the weight named makes it right."""
+    texts = [torch.full((1 + number % 5,), float(number % 7)) for number in range(40)]
+
+    def padded(chosen: list[Tensor]) -> dict[str, Tensor]:
+        tags = nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-100.0)
+        return {"text": tags.clamp(min=0), "tags": tags}
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        is_label = batch["tags"] != -100
+        return (model(batch["text"][..., None]).squeeze(-1) - 2).square()[is_label].mean()
+
+    def made(**given: object) -> mh.Trainer:
+        data = mh.Data(texts, batch_size=10, shuffle=False, collate=padded)  # type: ignore[arg-type]
+        folder = tmp_path / "-".join(f"{name}-{value is None}" for name, value in given.items())
+        return trainer(folder, model=lambda: nn.Linear(1, 1), loss=None, step=step, data=data, **given)
+
+    with pytest.raises(ConfigError, match="the loss is a mean over labels") as caught:
+        made(micro_batch_size=3).fit("2 steps")
+    assert 'weight=lambda batch: (batch["labels"] != -100).sum()' in caught.value.fix
+    whole = made(micro_batch_size=None)
+    cut = made(micro_batch_size=3, weight=lambda batch: (batch["tags"] != -100).sum())
+    for each in (whole, cut):
+        each.fit("2 steps")
+    torch.testing.assert_close(cut.model.state_dict(), whole.model.state_dict())

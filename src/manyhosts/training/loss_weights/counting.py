@@ -59,9 +59,11 @@ _FIXES = {
         f'buffer, and sum over the workers what goes into it, with weight="samples"; or {_OR_ELSE}',
     ),
     comparison.PADS: (
-        "{}. Collate pads the parts of a batch to other lengths than the batch, so padding counts",
-        "leave padding out of the loss (a mask, ignore_index) and of what the model adds up over a text, or pad all "
-        f"samples to one length in collate; or {_OR_ELSE}",
+        "{}. Collate pads the parts of a batch to other lengths than the batch: either padding counts in the loss, or "
+        "the loss is a mean over labels, of which parts have other numbers",
+        "leave padding out of the loss (a mask, ignore_index) and of what the model adds up over a text; where it is, "
+        'say what a piece counts, its labels for instance: weight=lambda batch: (batch["labels"] != -100).sum(); or '
+        f"pad all samples to one length in collate; or {_OR_ELSE}",
     ),
     comparison.ROWS: (
         "{}. Samples have different numbers of rows (atoms, nodes, tokens in one tensor), and the loss is a mean over "

@@ -221,8 +221,9 @@ def check_value(key: str, text: str, *, where: str, others: Mapping[str, str] = 
                 Duration.parse(text, where=where)
         else:
             kind = BY_NAME[_strategies_with(key)[0]]
-            _read(text, types_of := typing.get_type_hints(kind)[key], key)
-            _check_word(text, types_of, key)
+            type_of = typing.get_type_hints(kind)[key]
+            _read(text, type_of, key)
+            _check_word(text, type_of, key)
             deciding = _DEPEND.get(key, ())
             if not deciding or deciding[0] in others:
                 known = {**_NEUTRAL, **others}

@@ -81,8 +81,7 @@ class ShowProgress:
                 self._say_epoch(None)
             if isinstance(event, StepDone):
                 new_steps.append(event)
-                weight = event.samples if event.weight is None else event.weight
-                if weight and math.isfinite(event.loss):  # else it was left out
+                if weight := _weight(event):
                     self._loss_since += event.loss * weight
                     self._weight_since += weight
             else:
@@ -210,9 +209,15 @@ class ShowProgress:
         return max(spent / (spent + left) if spent + left > 0 else 0.0, by_steps or 0.0)
 
 
+def _weight(step: StepDone) -> float:
+    """What the batch of a step counts in a mean of losses; 0 where the step was left out."""
+    if not math.isfinite(step.loss):
+        return 0.0
+    return step.samples if step.weight is None else step.weight
+
+
 def _mean_loss(steps: Sequence[StepDone]) -> float:
     """By what the batches count; of steps that were left out only where there are no others."""
-    known = [(each.loss, each.samples if each.weight is None else each.weight) for each in steps]
-    known = [(loss, weight) for loss, weight in known if weight and math.isfinite(loss)]
+    known = [(each.loss, weight) for each in steps if (weight := _weight(each))]
     total = sum(weight for _, weight in known)
     return sum(loss * weight for loss, weight in known) / total if known else steps[-1].loss

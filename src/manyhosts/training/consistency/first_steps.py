@@ -14,6 +14,7 @@ from manyhosts.data.steps import Step
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError, DataError
 from manyhosts.snapshot.fingerprint import fingerprint, tensor_checksums
+from manyhosts.training.own_loop.optimizers import each_of
 from manyhosts.training.setup.activation_checkpointing import uncalled
 from manyhosts.training.setup.build import Parts
 
@@ -209,7 +210,7 @@ class FirstSteps:
 
     def _also_kept(self) -> dict[str, object]:
         """What an optimizer of the script's own holds besides its `state_dict`: numbers, and where tensors are."""
-        several = getattr(self.parts.optimizer, "named", {"": self.parts.optimizer})
+        several = each_of(self.parts.optimizer)
         if any(type(each).state_dict is not torch.optim.Optimizer.state_dict for each in several.values()):
             return {}
         return {

@@ -9,14 +9,13 @@ rate from the present one.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from contextlib import nullcontext
+from typing import Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.errors import ConfigError
+from manyhosts.training.state.optimizer_state import advance, unwarned
 from manyhosts.units import Duration
 
 
@@ -119,33 +118,6 @@ class Schedule:
         """
         if self._schedule is None or self.plateau is not None:
             return
-        with nullcontext() if self._began else _unwarned():
+        with nullcontext() if self._began else unwarned():
             advance(self._schedule)
         self._began = True
-
-
-def advance(schedule: Any) -> None:
-    """Have `schedule` move on.
-
-    Raises:
-        ConfigError: it is shorter than the run.
-    """
-    try:
-        schedule.step()
-    except ValueError as cause:
-        raise ConfigError(
-            f"the schedule goes no further: {cause}",
-            where="mh.Trainer(schedule=…)",
-            fix="make it as long as the entire run is to be, counted from the first step",
-        ) from cause
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Within, PyTorch does not warn of a schedule whose first step comes before any of the optimizer's.
-
-    fp16 leaves out steps whose gradients overflow; the schedule continues all the same, on every worker.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        yield

@@ -10,6 +10,11 @@ from torch.optim import Optimizer
 from manyhosts.errors import ConfigError
 
 
+def each_of(optimizer: Optimizer) -> Mapping[str, Optimizer]:
+    """The optimizers that `optimizer` is made of, by name; itself, without one, where it is not several."""
+    return optimizer.named if isinstance(optimizer, CombinedOptimizer) else {"": optimizer}
+
+
 class CombinedOptimizer(Optimizer):
     """The parameter groups and the state of several optimizers, one after another. Each of them steps by itself."""
 

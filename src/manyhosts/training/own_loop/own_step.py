@@ -42,10 +42,10 @@ from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
 from manyhosts.training.loop.compute import ForwardPass, check_gradient, step_values
-from manyhosts.training.loop.learning_rate import advance
 from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
 from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
+from manyhosts.training.state.optimizer_state import advance
 from manyhosts.training.state.run_state import RunState
 
 _NOT_TRIED = (

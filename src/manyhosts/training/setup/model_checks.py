@@ -29,6 +29,7 @@ from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 from manyhosts.strategies.table import STRATEGIES
+from manyhosts.training.own_loop.optimizers import each_of
 
 R = TypeVar("R", Best, EarlyStopping)
 Forward = Callable[[nn.Module, Any], Any]
@@ -456,7 +457,7 @@ def check_sparse(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: SGD would keep a sparse momentum.
     """
-    several = getattr(optimizer, "named", {"": optimizer}).values()
+    several = each_of(optimizer).values()
     keeps = [g for each in several if isinstance(each, torch.optim.SGD) for g in each.param_groups if g["momentum"]]
     known = {id(parameter) for group in keeps for parameter in group["params"]}
     for name, module in model.named_modules():

@@ -14,7 +14,8 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any
@@ -220,21 +221,39 @@ class InitialOptimizer:
             if isinstance(schedule, ReduceLROnPlateau):
                 _resume_plateau(optimizer, schedule, kept, asked)
             else:
-                _step(schedule, int(before.get(name, {}).get("last_epoch", steps)))
+                moves = int(before.get(name, {}).get("last_epoch", steps))
+                with unwarned():
+                    for _ in range(moves):
+                        advance(schedule, f"the schedule does not reach to step {moves}, where the run is", "schedule")
 
 
-def _step(schedule: LRScheduler, times: int) -> None:
+def advance(
+    schedule: LRScheduler, short: str = "the schedule goes no further", where: str = "mh.Trainer(schedule=…)"
+) -> None:
+    """Have `schedule` move on.
+
+    Raises:
+        ConfigError: it is shorter than the run; `short` and `where` say so.
+    """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for _ in range(times):
-                schedule.step()
+        schedule.step()
     except ValueError as cause:
         raise ConfigError(
-            f"the schedule does not reach to step {times}, where the run is: {cause}",
-            where="schedule",
+            f"{short}: {cause}",
+            where=where,
             fix="make it as long as the entire run is to be, counted from the first step",
         ) from cause
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Within, PyTorch does not warn of a schedule whose first step comes before any of the optimizer's.
+
+    fp16 leaves out steps whose gradients overflow; the schedule continues all the same, on every worker.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

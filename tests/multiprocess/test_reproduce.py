@@ -128,13 +128,18 @@ def test_dry_run_names_what_differs_and_runs_nothing(project: Path) -> None:
     assert (sorted((project / "runs").glob("*")) if (project / "runs").exists() else []) == before
 
 
+def copy_script(project: Path, to: Path) -> None:
+    """What a run of `project` needs, without the repository around it."""
+    for name in ("train.py", "nets.py"):
+        (to / name).write_text((project / name).read_text())
+    (to / "data").mkdir()
+    (to / "data" / "inputs.npy").write_bytes((project / "data" / "inputs.npy").read_bytes())
+
+
 def test_run_of_a_script_in_no_repository_is_reproduced_from_the_files_that_are_kept(
     project: Path, tmp_path: Path
 ) -> None:
-    for name in ("train.py", "nets.py"):
-        (tmp_path / name).write_text((project / name).read_text())
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "inputs.npy").write_bytes((project / "data" / "inputs.npy").read_bytes())
+    copy_script(project, tmp_path)
     assert manyhosts(tmp_path, "run", "--workers", "1", "--run-dir", "run", "train.py").returncode == 0
     (tmp_path / "nets.py").write_text("raise SystemExit('not the module of then')")
     code, found = reproduced(tmp_path)
@@ -154,10 +159,7 @@ def test_run_that_did_not_end_has_nothing_to_compare_with(project: Path, tmp_pat
 def test_run_that_was_made_longer_is_reproduced_as_long_and_the_new_run_is_one_like_others(
     project: Path, tmp_path: Path
 ) -> None:
-    for name in ("train.py", "nets.py"):
-        (tmp_path / name).write_text((project / name).read_text())
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "inputs.npy").write_bytes((project / "data" / "inputs.npy").read_bytes())
+    copy_script(project, tmp_path)
     for duration in ("1 epoch", "2 epochs"):
         words = ("run", "--workers", "1", "--run-dir", "run", "--set", f"duration={duration}", "train.py")
         assert manyhosts(tmp_path, *words).returncode == 0

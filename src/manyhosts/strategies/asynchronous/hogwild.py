@@ -40,7 +40,6 @@ class SharedMemory(ByMicroBatch):
         Raises:
             ConfigError: they are on several hosts.
         """
-        super().regroup()
         world = self.world
         if world.size > 1 and not world.is_on_one_host:
             raise ConfigError(
@@ -48,6 +47,7 @@ class SharedMemory(ByMicroBatch):
                 where="strategy",
                 fix='choose strategy="parameter-server", or run on one host',
             )
+        super().regroup()  # after the refusal: who is refused does not leave the others in an exchange
         tensors = dict(self.model.named_parameters())  # those that are frozen, too: they may be trained later
         rooms = [-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors.values()]
         path = ""

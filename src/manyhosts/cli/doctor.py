@@ -340,11 +340,9 @@ def container(output: str, trace: bool) -> int:
     """Write a Dockerfile, and the versions it installs, of what manyhosts.lock says."""
     from manyhosts.doctor import lock as locks
 
-    for name in ("Dockerfile", "requirements.lock"):
-        place = Path(output, name)
-        if place.exists() and not locks.is_recipe(Path(output)):
-            fix = "give --output FOLDER, or move it away"
-            raise ConfigError(f"{name} is there already, and is none of ours", where=str(place.absolute()), fix=fix)
+    if place := locks.in_the_way(Path(output)):
+        fix = "give --output FOLDER, or move it away"
+        raise ConfigError(f"{place.name} is there already, and is none of ours", where=str(place.absolute()), fix=fix)
     for path in locks.write_recipe(Path(output), locks.read(Path(locks.NAME))):
         print(path)
     return 0

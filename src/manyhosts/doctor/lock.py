@@ -95,11 +95,14 @@ _VERSIONS = f"# The versions of {NAME}."
 _HEAD = f"# A container for training, with the versions of {NAME}."
 
 
-def is_recipe(folder: Path) -> bool:
-    """Whether what is in `folder` was written by `write_recipe`."""
-    heads = {"Dockerfile": _HEAD, "requirements.lock": _VERSIONS}
-    there = [(folder / name, head) for name, head in heads.items() if (folder / name).is_file()]
-    return any(path.read_text(errors="replace").startswith(head) for path, head in there)
+def in_the_way(folder: Path) -> Path | None:
+    """What `write_recipe` would overwrite in `folder` and has not written; None where there is no such file."""
+    heads = {folder / "Dockerfile": _HEAD, folder / "requirements.lock": _VERSIONS}
+    return next((path for path, head in heads.items() if path.exists() and not _begins_with(head, path)), None)
+
+
+def _begins_with(head: str, path: Path) -> bool:
+    return path.is_file() and path.read_text(errors="replace").startswith(head)
 
 
 def write_recipe(folder: Path, kept: Mapping[str, Facts]) -> list[Path]:

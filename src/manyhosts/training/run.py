@@ -196,10 +196,6 @@ class Run(Session):
             error.what, error.where, error.fix = (
                 re.sub(name, own, text) for text in (error.what, error.where, error.fix)
             )
-        if error.where.startswith("mh.Run(evaluate="):
-            error.what = error.what.replace("step returned", "evaluate returned", 1)
-            error.what = error.what.replace("must be known before it is computed", "is called 'count'")
-            error.fix = error.fix.replace("give it as mh.Run(weight=function(batch) -> number)", "return it as 'count'")
 
     def _check_names(self) -> None:
         for argument, given in (("models", self._models), ("optimizers", self._makers)):

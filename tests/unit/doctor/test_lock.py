@@ -93,6 +93,10 @@ def test_recipe_of_somebody_else_is_not_written_over(
     (tmp_path / "Dockerfile").unlink()
     assert main(["env", "container"]) == 0
     assert main(["env", "container"]) == 0, "our own is written again"
+    (tmp_path / "Dockerfile").write_text("FROM mine\n")
+    assert main(["env", "container"]) == 2, "next to a list of versions of ours, too"
+    assert (tmp_path / "Dockerfile").read_text() == "FROM mine\n"
+    (tmp_path / "Dockerfile").unlink()
     (tmp_path / "manyhosts.lock").write_text("{")
     capsys.readouterr()
     assert main(["env", "container"]) == 2

@@ -160,6 +160,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "the function that run.backward was given returned a value named 'weight'",
         "return it as 'count'",
     ),
+    "a weight in an evaluation": (
+        lambda: own(
+            data=mh.Data(SET, validation=SET, batch_size=16),
+            evaluate=lambda models, batch: {"loss": models["net"](batch[0]).mean(), "weight": 2},
+        ).fit(step_of(cross_entropy), "1 step"),
+        "evaluate returned a value named 'weight', but what a piece counts is called 'count'",
+        "return it as 'count'",
+    ),
     "lazy layers": (lambda: own(models={"net": lambda: nn.LazyLinear(2)}), "lazy layers", "call the model once"),
     "a value over the batch": (
         lambda: own().fit(lambda run: run.backward(lambda b: b[0], over_batch=torch.tensor(1.0)), "1 step"),  # type: ignore[arg-type]

@@ -21,6 +21,8 @@ from manyhosts.errors import CommunicationError, ConfigError
 from manyhosts.training.evaluation.dataset_forward import ForwardPasses, in_evaluation
 from manyhosts.training.evaluation.metrics import Metrics
 from manyhosts.training.loop.compute import (
+    EVALUATE,
+    STEP,
     Loss,
     UserStep,
     check_doubles,
@@ -62,6 +64,7 @@ class Evaluation:
         says what the samples of a batch count together.
         """
         self.has_counts = has_counts
+        self._where = EVALUATE if has_counts else STEP
         self.passes, self.world, self.weighing = passes, passes.world, weighing
         self.loss, self.step = loss, step
         said = None if weighing is None else weighing.said  # by the script, which counts here as in training
@@ -142,7 +145,7 @@ class Evaluation:
             if self._in_training(model) != trained:
                 raise ConfigError(
                     "the script puts the model into training mode, and is called in a validation, too",
-                    where="mh.Run(evaluate=…)" if self.has_counts else "mh.Trainer(step=…)",
+                    where=self._where,
                     fix="leave model.train() and model.eval() out: they are called here; or put it back: model.eval()",
                 )
         self._see_that_named_apart(names)
@@ -233,7 +236,7 @@ class Evaluation:
         with self.passes.context():
             if self.step is not None:
                 result = self._of_step(model, batch)
-                return step_values(result), *(_for_metrics(result) if self.metrics.all else (None, None))
+                return step_values(result, self._where), *(_for_metrics(result) if self.metrics.all else (None, None))
             assert self.loss is not None, "a trainer has either a loss or a step"
             inputs, targets = pair(batch)
             try:
@@ -253,7 +256,7 @@ class Evaluation:
                 raise
             raise ConfigError(
                 "the script asks for a gradient itself, with backward() say, and in a validation there is none",
-                where="mh.Run(evaluate=…)" if self.has_counts else "mh.Trainer(step=…)",
+                where=self._where,
                 fix="return the loss, and leave backward() to the trainer; a gradient that is a part of the loss is "
                 "computed under torch.enable_grad()",
             ) from cause

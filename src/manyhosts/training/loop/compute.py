@@ -170,7 +170,7 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def _where(step: UserStep | None) -> str:
-    return "mh.Trainer(loss=…)" if step is None else "mh.Trainer(step=…)"
+    return "mh.Trainer(loss=…)" if step is None else STEP
 
 
 def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any, *, where: str = "mh.Data(train=…)") -> None:
@@ -334,11 +334,12 @@ def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
         )
 
 
-_WHO = {"run.backward": "the function that run.backward was given"}
+STEP, EVALUATE = "mh.Trainer(step=…)", "mh.Run(evaluate=…)"
+_WHO = {STEP: "step", EVALUATE: "evaluate", "run.backward": "the function that run.backward was given"}
 """What a script calls what returns a loss, by where it is given."""
 
 
-def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(step=…)") -> dict[str, Tensor]:
+def step_values(result: Tensor | Mapping[str, Any], where: str = STEP) -> dict[str, Tensor]:
     """What a user's step returned, as tensors of shape (); `outputs` and `targets`, which are for metrics, left out.
 
     Raises:
@@ -352,15 +353,16 @@ def step_values(result: Tensor | Mapping[str, Any], where: str = "mh.Trainer(ste
         return Terms(values, terms)
     if not isinstance(result, Mapping) or not isinstance(result.get("loss"), Tensor):
         raise ConfigError(
-            f"{_WHO.get(where, 'step')} returned a {type(result).__name__} without a tensor named 'loss'",
+            f"{_WHO[where]} returned a {type(result).__name__} without a tensor named 'loss'",
             where=where,
             fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
         )
     if "weight" in result:
-        own = "return it as 'count'" if where in _WHO else "give it as mh.Trainer(weight=function(batch) -> number)"
-        late = "is called 'count'" if where in _WHO else "must be known before it is computed"
+        own, late = "return it as 'count'", "is called 'count'"
+        if where == STEP:
+            own, late = "give it as mh.Trainer(weight=function(batch) -> number)", "must be known before it is computed"
         raise ConfigError(
-            f"{_WHO.get(where, 'step')} returned a value named 'weight', but what a piece counts {late}",
+            f"{_WHO[where]} returned a value named 'weight', but what a piece counts {late}",
             where=where,
             fix=f"{own}, or log the value under another name",
         )

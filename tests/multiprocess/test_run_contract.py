@@ -251,6 +251,15 @@ def test_workers_draw_different_random_numbers(tmp_path: Path) -> None:
     assert first[1] != second[1]
 
 
+def test_sets_have_one_order_on_all_workers_and_in_each_start(tmp_path: Path) -> None:
+    words = ["cat", "dog", "bird", "fish", "horse", "cow", "hen", "pig"]
+    source = f"print('order', *set({words}))"
+    starts = [run(tmp_path, source, "--nodes", "2") for _ in range(2)]
+    orders = [line.partition("order ")[2] for each in starts for line in each.out.splitlines()]
+    assert len(orders) == 4, starts[0].err
+    assert len(set(orders)) == 1, orders
+
+
 def test_what_a_script_leaves_open_is_written_and_its_last_wishes_are_carried_out(tmp_path: Path) -> None:
     source = """
         import atexit, threading, time

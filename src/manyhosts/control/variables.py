@@ -89,9 +89,11 @@ def of_host(present: Mapping[str, str], *, cores: int, workers: int) -> dict[str
 
     Threads: the cores of the host are shared out, so that workers do not fight for them (torchrun gives each one).
     Errors come without C++ frames, and without the seconds it takes to look their symbols up.
+    Sets of strings have one order on all hosts and in each start: classes that are numbered by one keep their numbers.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // workers)),
+        "PYTHONHASHSEED": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_SHOW_CPP_STACKTRACES": "0",
         "TORCH_DISABLE_ADDR2LINE": "1",

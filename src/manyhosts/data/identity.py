@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ _EXACT_NUMBERS = 16
 _TOLERANCE = 0.02
 _SCALAR_TOLERANCE = 1e-4
 
+_VARIES = ", unless classes are numbered by a set, whose order differs between processes: sort it, or use manyhosts run"
 _INTEGERS = "whole numbers "
 """Before the digest of many; in older snapshots there is none."""
 
@@ -105,7 +107,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     kept, found = before.get("samples", {}), now.get("samples", {})
     for index in kept.keys() & found.keys():
         if not are_alike(kept[index], found[index]):
-            return f"sample {index} of the training set is not what it was when the run began"
+            varies = _VARIES if os.environ.get("PYTHONHASHSEED", "random") == "random" else ""
+            return f"sample {index} of the training set is not what it was when the run began{varies}"
     return ""
 
 

@@ -15,5 +15,10 @@ def test_what_the_user_has_set_stays() -> None:
     assert not variables.of_host(present, cores=8, workers=2).keys() & present.keys()
 
 
+def test_sets_of_strings_have_one_order_unless_the_user_wants_another() -> None:
+    assert variables.of_host({}, cores=1, workers=1)["PYTHONHASHSEED"] == "0"
+    assert "PYTHONHASHSEED" not in variables.of_host({"PYTHONHASHSEED": "random"}, cores=1, workers=1)
+
+
 def test_interface_that_the_user_has_chosen_stays() -> None:
     assert variables.of_one_machine({"GLOO_SOCKET_IFNAME": "eth7"}) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from launching import MANYHOSTS, environment
+
+import manyhosts as mh
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("saver_script.py")
@@ -50,6 +53,18 @@ def test_loop_that_ended_in_mid_run_resumes_to_the_same_bits(tmp_path: Path, wor
     expected, found = torch.load(undisturbed), torch.load(resumed)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert samples(undisturbed, workers) == [(epoch, index) for epoch in range(3) for index in range(50)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_second_loop_does_not_save_in_the_folder_of_one_that_still_trains(tmp_path: Path, workers: int) -> None:
+    first = mh.Saver(tmp_path / "both", model=torch.nn.Linear(1, 1))
+    first.after_step()
+    start = [sys.executable] if workers == 1 else [*MANYHOSTS, "run", "--workers", str(workers)]
+    words = [*start, str(SCRIPT), str(tmp_path / "both"), str(tmp_path / "second.pt")]
+    done = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert f"a run in this directory is in progress: process {os.getpid()}" in done.stderr
+    first.close()
 
 
 def test_snapshot_of_two_workers_is_resumed_by_one_without_a_sample_lost_or_twice(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import distributed as dist
 from manyhosts.config.snapshots import Snapshots
 from manyhosts.data.sampler import Order
 from manyhosts.errors import ConfigError
+from manyhosts.records import run_lock
 from manyhosts.records.manifest import Facts, found_in
 from manyhosts.snapshot.fingerprint import fingerprint
 from manyhosts.snapshot.load import Loaded, load, same_model
@@ -107,6 +108,8 @@ class Saver:
         self.store = Store(self.folder, keep=self.settings.keep) if _rank() == 0 else None
         self.step = 0
         """Steps done."""
+        self._lock: run_lock.RunLock | None = None
+        self._is_begun = False
         self._saved_at, self._saved_epoch, self._saved_time = 0, 0, time.monotonic()
         self._size, self._is_first = _size(), True
 
@@ -159,12 +162,36 @@ class Saver:
         One that is due at the end of an epoch is made after the next step, or by `close`: what the script does after an
         epoch (a scheduler's step, say) is in it.
         """
+        if not self._is_begun:
+            self._see_that_alone()
         order = self.objects.get("order")
         if isinstance(order, Order):
             order.advance()
         self.step += 1
         if self._is_due() and not (isinstance(order, Order) and not order.position.sample):
             self.save()
+
+    def _see_that_alone(self) -> None:
+        """See that no other process saves in the folder: each would delete what is old of the other's. A script that
+        only resumes, to evaluate say, may come at any time.
+        """
+        other = ""
+        if self.store is not None:
+            try:
+                self._lock = self._lock or run_lock.take(self.folder, run_lock.token_of_this_run())
+                if self._lock is not None:
+                    self._lock.check()
+            except ConfigError as error:
+                other = error.what
+            except OSError:  # a disk that takes no lock
+                self._lock = None
+        self._is_begun = True
+        if _agreed(bool(other)):
+            raise ConfigError(
+                other or "another process saves in this folder",
+                where=f"mh.Saver, {self.folder}",
+                fix="wait for its end or end it, or give another folder",
+            )
 
     def _is_due(self) -> bool:
         every = self.every
@@ -178,8 +205,8 @@ class Saver:
         """Make a snapshot now. All workers call this, at the same step. What the disk refuses is said.
 
         Raises:
-            ConfigError: the folder has snapshots of later steps, of a run that was not resumed; or the workers have
-                come together after the saver was made.
+            ConfigError: the folder has snapshots of later steps, of a run that was not resumed; another process saves
+                there; or the workers have come together after the saver was made.
         """
         if _size() > self._size:
             raise ConfigError(
@@ -201,6 +228,7 @@ class Saver:
                     fix="call saver.resume() before the loop, or give another folder",
                 )
             self._is_first = False
+        self._see_that_alone()
         self._saved_at, self._saved_epoch, self._saved_time = self.step, self._epoch(), time.monotonic()
         generators = _gathered(_generators())
         if self.store is None:
@@ -226,6 +254,8 @@ class Saver:
         if self.store is not None:
             self.store.wait()
             self._report()
+        if self._lock is not None:
+            self._lock.release()
 
     def _report(self) -> None:
         assert self.store is not None, "rank 0 writes"

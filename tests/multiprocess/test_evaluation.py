@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from runs import images_and_labels, network
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
+import manyhosts as mh
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.data.fetch import Fetcher
@@ -125,3 +127,57 @@ def error_of_21(rank: int) -> float:
         metrics={"error": MeanSquaredError()},
     )
     return evaluation(nn.Identity())["loss"]
+
+
+LOGITS = torch.linspace(-0.2, 0.9, 37)[:, None]
+TARGETS = (torch.rand(37, 1, generator=torch.Generator().manual_seed(1)) < 0.4).float()
+
+
+class Unchanged(nn.Module):
+    """Gives its inputs back, and has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.factor * inputs
+
+
+def among_rows(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: each row against all others of its batch."""
+    return nn.functional.cross_entropy(-torch.cdist(outputs, targets), torch.arange(len(outputs)))
+
+
+def of_few(rank: int, folder: Path, loss: Any, size: int | None) -> dict[str, float]:
+    rows = TensorDataset(LOGITS, TARGETS)
+    trainer = mh.Trainer(
+        model=Unchanged,
+        loss=loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        data=mh.Data(rows, validation=rows, batch_size=37, evaluation_batch_size=size),
+        metrics={"accuracy": BinaryAccuracy()},
+        run_dir=folder,
+    )
+    return dict(trainer.validate())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("size", [None, 37, 20])
+def test_small_set_is_not_cut_into_batches_of_two_samples(workers: int, size: int | None, tmp_path: Path) -> None:
+    """Of two logits, both may well be between 0 and 1, and torchmetrics takes them for probabilities."""
+    expected = BinaryAccuracy()
+    for outputs, targets in zip(LOGITS.split(size or 37), TARGETS.split(size or 37), strict=True):
+        expected.update(outputs, targets.int())
+    for found in run_ranks(workers, of_few, tmp_path, nn.BCEWithLogitsLoss(), size):
+        assert found["accuracy"] == pytest.approx(expected.compute().item())
+
+
+@pytest.mark.parametrize("size", [37, 20, 10])
+def test_loss_that_compares_the_rows_of_a_batch_is_that_of_a_loader_with_such_batches(
+    size: int, tmp_path: Path
+) -> None:
+    rows = zip(LOGITS.split(size), TARGETS.split(size), strict=True)
+    expected = sum(float(among_rows(*each)) * len(each[0]) for each in rows) / 37
+    [found] = run_ranks(1, of_few, tmp_path, among_rows, size)
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)

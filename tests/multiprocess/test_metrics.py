@@ -226,9 +226,9 @@ def answers() -> dict[int, list[dict[str, float]]]:
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As the evaluation reads them: 16 parts of one or two samples."""
+    """As the evaluation reads them."""
     rows = Rows()
-    yield from zip(rows.inputs.tensor_split(16), rows.targets.tensor_split(16), strict=True)
+    yield from zip(rows.inputs.split(BATCH), rows.targets.split(BATCH), strict=True)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -59,7 +59,7 @@ Path("after").touch()
     assert facts.gradient_bytes == PARAMETERS + 4 * 4, "and for each parameter how many workers used it"
     assert facts.optimizer_bytes == 2 * PARAMETERS + 4 * 4
     assert (facts.samples, facts.global_batch, facts.batch_grows, facts.micro_batch) == (64, 12, False, None)
-    assert (facts.validation_samples, facts.validate_every_steps) == (64, 7)
+    assert (facts.validation_samples, facts.validation_parts, facts.validate_every_steps) == (64, 6, 7)
     assert facts.validation_s_per_sample > 0
     assert facts.update_s > 0
     assert facts.loader_processes == 0

@@ -59,7 +59,7 @@ REFUSED: dict[str, Callable[[mh.Trainer], Any]] = {
     "the prediction set is a stream": lambda trainer: trainer.predict(Stream()),
     "the prediction set is a DataLoader": lambda trainer: trainer.predict(DataLoader(Named())),  # type: ignore[arg-type]
     "sample 30 of the prediction set cannot be read": lambda trainer: trainer.predict(Named(30), forward=several),
-    "a tensor of shape () came out for 2 samples": lambda trainer: trainer.predict(
+    "a tensor of shape () came out for 7 samples": lambda trainer: trainer.predict(
         Named(), forward=lambda model, batch: model(batch["image"]).sum()
     ),
     "a float came out": lambda trainer: trainer.predict(Named(), forward=lambda model, batch: 1.0),

@@ -34,8 +34,9 @@ class Data:
         test: what `test` evaluates, likewise.
         batch_size: samples of one optimizer step, over all workers.
         batch_size_per_worker: the other way: samples per worker, so that the batch grows with the workers.
-        evaluation_batch_size: most samples in one forward pass of an evaluation, on each worker; where it is not
-            given, `micro_batch_size`, or else the entire `batch_size`.
+        evaluation_batch_size: samples in one forward pass of an evaluation, as in a loader with that batch size; where
+            it is not given, `micro_batch_size`, or else the entire `batch_size`; fewer, but not below 32, where a set
+            has fewer than 16 such batches.
         loader_workers: processes per worker that fetch samples ahead; 0 fetches in the worker itself, `"auto"`
             times the first batches and starts as many as are needed.
         shuffle: whether each epoch has a new order.

@@ -243,6 +243,8 @@ class Measured:
     batch_norm_bytes: int = 0
     """That all these layers exchange in one forward pass."""
     validation_samples: int = 0
+    validation_parts: int = 16
+    """Into how many parts, which workers share, a validation is cut."""
     validation_s_per_sample: float = 0.0
     """By one worker, reading included."""
     validate_every_steps: int | None = None

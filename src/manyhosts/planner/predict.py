@@ -20,8 +20,6 @@ from manyhosts.planner.strategies.strategy import STRATEGIES, StrategyModel
 from manyhosts.units import bytes_in_words
 
 VIRTUAL = "virtual-workers"
-FEWEST_PARTS, MOST_PARTS = 16, 128
-"""Into how many an evaluation is cut: see `training.evaluate`."""
 _HARDLY = 0.02
 
 
@@ -218,8 +216,7 @@ def validation_seconds(measured: Measured, group: Group) -> float:
     samples = measured.validation_samples
     if not samples:
         return 0.0
-    size = measured.micro_batch or batch_of(measured, 1)
-    parts = min(samples, max(FEWEST_PARTS, min(-(-samples // size), MOST_PARTS)))
+    parts = measured.validation_parts
     share = -(-parts // group.workers) / parts
     return slowdown(measured, group) * share * samples * measured.validation_s_per_sample
 

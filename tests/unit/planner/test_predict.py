@@ -14,7 +14,6 @@ from manyhosts.config.strategies import DDP, Single
 from manyhosts.planner.measured import Network, Tried
 from manyhosts.planner.predict import epoch_seconds, predictions, validation_seconds, ways
 from manyhosts.planner.strategies.strategy import STRATEGIES
-from manyhosts.training.evaluation.dataset_forward import number_of_parts
 
 ALONE = STRATEGIES.load("single")(Single())
 DATA_PARALLEL = STRATEGIES.load("ddp")(DDP())
@@ -35,10 +34,9 @@ def test_batch_that_grows_makes_fewer_steps_as_long_as_before() -> None:
     assert epoch_seconds(grows, group(4), DATA_PARALLEL) == pytest.approx(epoch_seconds(grows, group(1), ALONE) / 4)
 
 
-def test_evaluation_is_cut_as_the_trainer_cuts_it() -> None:
-    measured = replace(MEASURED, validation_samples=160, validation_s_per_sample=0.1)
-    parts = number_of_parts(160, 8)
-    assert validation_seconds(measured, group(3)) == pytest.approx(16 * -(-parts // 3) / parts)
+def test_evaluation_lasts_as_long_as_the_worker_with_most_parts_of_it_needs() -> None:
+    measured = replace(MEASURED, validation_samples=160, validation_parts=20, validation_s_per_sample=0.1)
+    assert validation_seconds(measured, group(3)) == pytest.approx(16 * 7 / 20)
     assert validation_seconds(MEASURED, group(3)) == 0
 
 

@@ -17,7 +17,7 @@ from manyhosts.config.strategies import DDP
 from manyhosts.errors import ConfigError
 from manyhosts.planner import compute
 from manyhosts.planner.measured import Bucket, Compression, Compute, Measured, Network, Tried
-from manyhosts.planner.predict import FEWEST_PARTS, MOST_PARTS, ways
+from manyhosts.planner.predict import ways
 from manyhosts.planner.slowest import expected_largest
 from manyhosts.planner.step import Step, timeline
 from manyhosts.planner.strategies import ddp, local_sgd, virtual
@@ -25,7 +25,6 @@ from manyhosts.planner.strategies.ddp import DataParallelModel
 from manyhosts.planner.strategies.diloco import DiLoCoModel, taken_from_passes
 from manyhosts.planner.strategies.strategy import STRATEGIES
 from manyhosts.strategies import local_updates
-from manyhosts.training.evaluation import dataset_forward
 
 VIRTUAL = replace(MEASURED, virtual_workers=4)
 
@@ -348,7 +347,6 @@ def test_constants_of_the_model_are_those_of_the_code_it_describes() -> None:
     assert tree_sum.ON_CPU.segment_bytes == virtual.SEGMENT_BYTES
     assert tree_sum.ON_CPU.lag == virtual.LAG
     assert local_sgd._AT_ONCE == local_updates.BUCKET_BYTES
-    assert (FEWEST_PARTS, MOST_PARTS) == (dataset_forward.FEWEST_PARTS, dataset_forward.MOST_PARTS)
     assert buckets.GradientBuckets  # whose order the schedule follows
 
 

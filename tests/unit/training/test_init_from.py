@@ -137,3 +137,14 @@ def test_name_of_a_part_that_matches_nothing_is_said_to_be_none(tmp_path: Path) 
     given = {"words.weight": torch.zeros(5, 4)}
     with pytest.raises(ConfigError, match=r"'head' of mh\.InitFrom matches nothing: of a part write head\.\*"):
         trainer(tmp_path, init_from=mh.InitFrom(given, missing=["head"]))
+
+
+def test_head_that_fits_is_taken_and_said_although_it_may_be_missing(
+    tmp_path: Path, weights: dict[str, Tensor]
+) -> None:
+    made = trainer(tmp_path, init_from=mh.InitFrom(weights, missing=["head.*"]))
+    [note] = [note for note in made.world.notes if "init_from" in note]
+    assert f"{len(weights)} of the model's {len(weights)} tensors are from there; head.bias, head.weight, which" in note
+    assert torch.equal(made.model.head.weight, weights["head.weight"])
+    as_made = mh.InitFrom(weights, missing=["head.*"], rename={"head.": "old."}, extra=["old.*"])
+    assert not torch.equal(trainer(tmp_path, init_from=as_made).model.head.weight, weights["head.weight"])

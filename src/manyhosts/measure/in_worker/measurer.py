@@ -184,7 +184,11 @@ class Measurer(Watcher):
         if self.validation is not None:
             lines.send("measures", what="the validation")
             per_sample = validating.measure(self.validation.first, parts.model, seconds=self._seconds("validation"))
-            self.found |= {"validation_samples": self.validation.samples, "validation_s_per_sample": per_sample}
+            self.found |= {
+                "validation_samples": self.validation.samples,
+                "validation_parts": self.validation.first.passes.parts,
+                "validation_s_per_sample": per_sample,
+            }
 
     def _measure_gradients(self, timed: Passes, parts: Parts, settings: Settings, samples: int) -> None:
         """What is done with a gradient: the update, the buckets that it leaves in, and ways to send less of it."""

@@ -1,7 +1,7 @@
 """The forward passes over an entire dataset, for an evaluation or a prediction: the same on any number of workers.
 
-The samples are cut into parts by a rule that knows only how many there are. Each part is passed through alone, in the
-same forward passes whichever worker does it.
+The samples are cut into the batches of a plain loader, which make up parts, by a rule that knows only how many samples
+there are. Each part is passed through alone, in the same forward passes whichever worker does it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from manyhosts.strategies.strategy import Strategy
 from manyhosts.training.setup.precision import Precision
 from manyhosts.training.setup.trained_module import collective_forward
 
-FEWEST_PARTS, MOST_PARTS = 16, 128
-"""A set is cut into at least 16 parts (or one per sample), so that up to 16 workers share even a small one."""
+_MOST_PARTS = 128
+_SHARED_BY, _FEW = 16, 32
+"""Unless a script says how many samples a pass has, up to 16 workers share a small set, but no pass has fewer than some
+32 for that: metrics that tell logits from probabilities look at one batch, and a loss may compare the rows of one.
+"""
 
 
-def number_of_parts(samples: int, batch: int) -> int:
-    """Into how many parts a set is cut; a pure function of the set and the batch."""
-    return min(samples, max(FEWEST_PARTS, min(-(-samples // batch), MOST_PARTS)))
+def samples_of_a_pass(samples: int, most: int) -> int:
+    """How many of a set's `samples` a pass has, where it may have so many at most; the last one may have fewer."""
+    passes = max(-(-samples // most), min(_SHARED_BY, samples // _FEW), 1)
+    return max(1, -(-samples // passes))
 
 
 class ForwardPasses:
@@ -49,7 +53,8 @@ class ForwardPasses:
         together: Collectives | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`batch`: most samples in one pass. `world`: those that read different samples. `context`: of each pass.
+        """`batch`: samples of each pass; the last one may have fewer. `world`: those that read different samples.
+        `context`: of each pass.
 
         `together`: those that must make equally many passes, since they exchange something in each; None where no one
         does. `on_progress` is called after every pass, so that no one takes a long evaluation for a hang.
@@ -72,11 +77,11 @@ class ForwardPasses:
         """Those over `dataset`, which errors call by `name`, read as those of `data` are."""
         seed = randomness.seed_at(settings.seed, randomness.EVALUATION)
         # A pure function of the settings, never of the number of workers: the forward passes must be the same.
-        batch = settings.evaluation_batch_size or settings.micro_batch_size or settings.batch_size
+        most = settings.micro_batch_size or settings.batch_size or cast(int, settings.batch_size_per_worker)
         return cls(
             Fetcher(dataset, seed=seed, name=name, collate=data.collate),
             len(dataset),
-            batch=batch or cast(int, settings.batch_size_per_worker),
+            batch=settings.evaluation_batch_size or samples_of_a_pass(len(dataset), most),
             loader_workers=settings.loader_workers,
             world=strategy.mesh.data,
             context=Precision(settings.precision, strategy.mesh.world.device).context,
@@ -87,21 +92,30 @@ class ForwardPasses:
     @property
     def parts(self) -> int:
         """Into how many parts the set is cut."""
-        return number_of_parts(self.samples, self.batch)
+        return min(self._passes, _MOST_PARTS)
+
+    @property
+    def _passes(self) -> int:
+        return -(-self.samples // self.batch)
 
     def shares(self) -> list[range]:
         """The parts of each worker, by rank."""
         return [range(*bounds(self.parts, self.world.size, rank)) for rank in range(self.world.size)]
 
+    def bounds(self, part: int) -> tuple[int, int]:
+        """The first sample of a part, and the one behind its last."""
+        first, end = bounds(self._passes, self.parts, part)
+        return first * self.batch, min(end * self.batch, self.samples)
+
     def pieces(self, part: int) -> list[Indices]:
         """The samples of each pass of one part."""
-        begin, end = bounds(self.samples, self.parts, part)
+        begin, end = self.bounds(part)
         return [np.arange(start, min(start + self.batch, end)) for start in range(begin, end, self.batch)]
 
     def count(self, part: int) -> int:
         """How many passes one part has."""
-        begin, end = bounds(self.samples, self.parts, part)
-        return -(-(end - begin) // self.batch)
+        first, end = bounds(self._passes, self.parts, part)
+        return end - first
 
     def ghosts(self, turns: list[int]) -> list[Indices]:
         """What this worker computes besides its own, where all must make equally many passes: the first sample.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.gathering import can_travel, gather_lists, gather_plain
-from manyhosts.data.order import Indices, bounds
+from manyhosts.data.order import Indices
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.training.evaluation.dataset_forward import ForwardPasses, in_evaluation
 
@@ -86,7 +86,7 @@ class Prediction:
                         full = full or [
                             tensor.new_empty((passes.samples, *tensor.shape[1:]), device="cpu") for tensor in tensors
                         ]
-                        begin, end = bounds(passes.samples, passes.parts, share[turn])
+                        begin, end = passes.bounds(share[turn])
                         for column, tensor in zip(full, tensors, strict=True):
                             column[begin:end] = tensor
         return _filled(json.loads(form), iter(full))

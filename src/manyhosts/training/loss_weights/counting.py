@@ -200,7 +200,10 @@ class LossWeights:
         if given and not is_mean:
             notes.append(what)
         elif guessed_wrong and finds:
-            notes.append(f"{what}; on several workers, or with micro_batch_size, it would be refused")
+            notes.append(
+                f"{what}; on several workers, or with micro_batch_size, it would be refused, and a validation has that "
+                "of evaluation_batch_size samples at a time"
+            )
         elif finds and found in LOOKED_FOR and not given:
             among = "labels that are not -100" + (", but for the first of each sequence" * found.startswith("shifted"))
             notes.append(f"the loss was found to be a mean over {among}: pieces count by those")

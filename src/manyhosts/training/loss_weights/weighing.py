@@ -29,7 +29,7 @@ from manyhosts.errors import ConfigError, TrainingError
 Rule = Callable[[Any], Any]
 """`rule(batch)`: what the batch of one piece counts, a number of at least 0; for several losses one for each."""
 Weight = Rule | Literal["samples"]
-_LABELS = ("labels", "label", "targets", "target")
+_LABELS = ("labels", "label", "targets", "target", "tags", "y")
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 

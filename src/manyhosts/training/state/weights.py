@@ -121,11 +121,12 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
             block = holding.block(own[name])
             if block.local.numel():
                 write(block.local, found[name].block(block.box))
+    note = f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there"
     if len(taken) < len(own) or len(taken) < len(found):
-        parts.world.notes.append(
-            f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there; "
-            f"as made: {_named(own.keys() - taken)}; left out: {_named(found.keys() - taken)}"
-        )
+        note += f"; as made: {_named(own.keys() - taken)}; left out: {_named(found.keys() - taken)}"
+    if fits := [name for name in taken if matches(name, init.missing)]:
+        note += f"; {_named(fits)}, which missing= names, too: it is there and fits (rename it, to have it as made)"
+    parts.world.notes.append(note)
 
 
 def frozen(model: ModelOrMaker, patterns: Iterable[str]) -> ModelOrMaker:

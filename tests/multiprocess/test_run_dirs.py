@@ -1,10 +1,12 @@
-"""Workers that were given different run directories are told so when they begin, and do not wait for each other."""
+"""Each run has a directory of its own; workers that were given different ones are told so, and do not wait."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
+from launching import MANYHOSTS, environment, write_script
 from ranks import run_ranks
 from sharded import Case, make_trainer
 
@@ -35,3 +37,10 @@ def test_workers_with_other_run_directories_are_told_both_names(tmp_path: Path) 
         )
         assert alone == f"the workers are given different run directories: rank 0 '{tmp_path}', rank 1 none"
     assert not (tmp_path / "at-0").exists()
+
+
+def test_runs_that_start_in_the_same_second_have_a_directory_each(tmp_path: Path) -> None:
+    words = [*MANYHOSTS, "run", str(write_script(tmp_path, "print('ran')"))]
+    started = [subprocess.Popen(words, cwd=tmp_path, env=environment()) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    assert len(list((tmp_path / "runs").glob("script-*"))) == 3

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,11 @@ def run(**words: Any) -> int:
     if words["dry_run"]:
         print(plan)
         return 0
+    before = None
+    if not job.run_dir_is_chosen:
+        before = scripts.unfinished(job.program, job.kind)
+        job = replace(job, run_dir=run_directory.claimed(job.run_dir))
+        plan = plan if job.run_dir == plan.job.run_dir else launcher.plan(job)
     run_lock.see_that_free(job.run_dir, takeover.start_of(job.run_dir))
     named_runs.keep_interruption(job.run_dir, interrupted=False)
     if jobs is not None:
@@ -220,7 +226,7 @@ def run(**words: Any) -> int:
         is_own = job.kind == "module" and job.program.startswith("manyhosts.")  # who runs that says what it does
         if not (sys.stdout.isatty() or is_own):  # on a terminal a live line says what is awaited
             display.warn(_beginning(plan))
-        if not job.run_dir_is_chosen and not is_own and (before := scripts.unfinished(job.program, job.kind)):
+        if before is not None and not is_own:
             name = before.relative_to(Path.cwd())
             display.warn(f"manyhosts: this is a new run; one was not finished, and --run-dir {name} continues it")
         try:

@@ -12,6 +12,7 @@ from manyhosts.control.job import Job
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.launchers.named_runs import keep_handle
+from manyhosts.records.run_directory import claimed
 
 
 def run(  # noqa: PLR0913  # what `manyhosts run` takes
@@ -44,7 +45,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         program=program,
         arguments=tuple(arguments),
         folder=Path.cwd(),
-        run_dir=Path(run_dir).absolute() if run_dir is not None else new_run_dir(program),
+        run_dir=Path(run_dir).absolute() if run_dir is not None else claimed(new_run_dir(program)),
         nodes=len(hosts) or nodes,
         hosts=tuple(hosts),
         workers_per_node=workers,
@@ -60,11 +61,6 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
 
 
 def new_run_dir(program: str) -> Path:
-    """`runs/SCRIPT-TIME` under the working directory."""
+    """`runs/SCRIPT-TIME` under the working directory, which `run_directory.claimed` makes."""
     stem = Path(program).stem.rpartition(".")[2] or "run"
-    base = Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    count, path = 1, base
-    while path.exists():  # two runs may start in the same second
-        count += 1
-        path = base.with_name(f"{base.name}-{count}")
-    return path
+    return Path.cwd() / "runs" / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"

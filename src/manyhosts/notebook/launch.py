@@ -22,6 +22,7 @@ from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import launch
 from manyhosts.listeners.terminal import live_line
 from manyhosts.notebook.worker import FUNCTION, RESULT
+from manyhosts.records.run_directory import claimed
 
 _WIDTH = 100
 
@@ -189,7 +190,7 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
             fix="call it in the main thread: in a cell itself",
         )
     name = re.sub(r"\W+", "-", getattr(task, "__name__", "function")).strip("-") or "function"
-    place = Path(run_dir).absolute() if run_dir is not None else launch.new_run_dir(name)
+    place = Path(run_dir).absolute() if run_dir is not None else claimed(launch.new_run_dir(name))
     packed = _packed(task, arguments)
     if display is None:
         display = CellDisplay() if in_notebook() else PlainDisplay(sys.stdout, sys.stderr)

@@ -75,20 +75,7 @@ class RunDirectory:
         chosen = (os.environ if variables is None else variables).get(VARIABLE)
         if chosen:
             return cls(Path(chosen))
-        base = Path("runs", f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
-        count, path = 1, base
-        try:
-            base.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                try:
-                    path.mkdir()  # claims the name: two runs may start in the same second
-                except FileExistsError:
-                    count += 1
-                    path = base.with_name(f"{base.name}-{count}")
-                else:
-                    return cls(path)
-        except OSError as cause:
-            raise _cannot_make(path.absolute(), cause) from cause
+        return cls(claimed(Path("runs", f"{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}")))
 
     @property
     def run_json(self) -> Path:
@@ -197,6 +184,27 @@ class RunDirectory:
         except OSError as cause:
             raise _cannot_make(self.path, cause) from cause
         return self
+
+
+def claimed(base: Path) -> Path:
+    """A new folder called `base`, or `base-2` and so on: two runs may start in the same second.
+
+    Raises:
+        ConfigError: nothing can be made there.
+    """
+    count, path = 1, base
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+            except FileExistsError:
+                count += 1
+                path = base.with_name(f"{base.name}-{count}")
+            else:
+                return path
+    except OSError as cause:
+        raise _cannot_make(path.absolute(), cause) from cause
 
 
 def _cannot_make(path: Path, cause: OSError) -> ConfigError:

@@ -22,6 +22,7 @@ from manyhosts.launchers.launch import new_run_dir
 from manyhosts.records import provenance
 from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.provenance import DIFF, NAME, Provenance, git
+from manyhosts.records.run_directory import claimed
 from manyhosts.records.run_record import RunRecord
 from manyhosts.report.run import WELL, read_run
 from manyhosts.reproduce.differences import Difference, differences
@@ -134,6 +135,7 @@ class Again:
 
     def __call__(self, root: Path, manyhosts: Sequence[str], *, quiet: bool) -> Reproduction:
         """Run it by the command `manyhosts`, with the code in `root`, and compare. `quiet`: it speaks on stderr."""
+        self.run_dir_again = claimed(self.run_dir_again)
         code = subprocess.call(
             [*manyhosts, *self.words(root)],
             cwd=self._folder(root),

@@ -341,3 +341,68 @@ def test_loss_of_a_step_of_ones_own_is_that_of_the_test(loss: str, is_known: boo
     assert values["loss"]["value"] == pytest.approx(reported, rel=1e-5)
     assert ("low" in values["loss"]) is is_known
     assert ("error of outputs" in values) is not is_known
+
+
+COUNTED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhosts as mh
+
+generator = torch.Generator().manual_seed(0)
+inputs, labels = torch.randn(90, 6, 5, generator=generator), torch.randint(3, (90, 6), generator=generator)
+for index in range(90):
+    labels[index, 1 + index % 6 :] = -100
+worth = torch.rand(90, generator=generator)
+
+
+def of_labels(model, batch):
+    outputs = model(batch[0])
+    loss = nn.functional.cross_entropy(outputs.transpose(1, 2), batch[1])
+    return {"loss": loss, "outputs": outputs, "targets": batch[1]}
+
+
+def of_two(model, batch):
+    found = of_labels(model, batch)
+    return {**found, "loss": {"labels": found["loss"], "size": 0.1 * found["outputs"].square().mean()}}
+
+
+def of_worth(outputs, targets):
+    numbers, weights = targets[:, 0], targets[:, 1]
+    return ((outputs[:, 0] - numbers).square() * weights).sum() / weights.sum()
+
+
+def count_of_two(batch):
+    return {"labels": (batch[1] != -100).sum(), "size": len(batch[1])}
+
+
+def of_rows(loss):
+    pairs = torch.stack([inputs[:, 0, 0], worth], 1)
+    return dict(loss=loss, weight=lambda batch: batch[1][:, 1].sum()), TensorDataset(inputs[:, 0], pairs)
+
+
+rows = TensorDataset(inputs, labels)
+found, data = {
+    "labels": lambda: (dict(step=of_labels), rows),
+    "two": lambda: (dict(step=of_two, weight=count_of_two), rows),
+    "worth": lambda: of_rows(of_worth),
+}["KIND"]()
+trainer = mh.Trainer(
+    model=lambda: nn.Linear(5, 3),
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    data=mh.Data(data, test=data, batch_size=16),
+    **found,
+)
+trainer.fit("2 epochs")
+trainer.test()
+"""
+
+
+@pytest.mark.parametrize("kind", ["labels", "two", "worth"])
+def test_loss_counts_what_it_counts_in_the_test(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COUNTED.replace("KIND", kind))
+    done = manyhosts(tmp_path, "run", "--workers", "1", "--run-dir", "one", "train.py")
+    assert done.returncode == 0, done.stderr
+    reported = json.loads((tmp_path / "one" / "summary.json").read_text())["test"]["loss"]
+    assert analysed(tmp_path, "one")["values"]["loss"]["value"] == pytest.approx(reported, rel=1e-5)

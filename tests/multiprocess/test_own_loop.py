@@ -143,6 +143,20 @@ def test_rate_or_schedule_that_a_resume_changes_is_as_if_it_had_been_so_from_the
     assert rates(tmp_path / "d") == rates(tmp_path / "c")
 
 
+def test_schedule_without_a_count_of_its_own_is_resumed_where_its_updates_have_brought_it(tmp_path: Path) -> None:
+    def chained(optimizer: torch.optim.Optimizer) -> schedules.LRScheduler:
+        return schedules.ChainedScheduler([schedules.ExponentialLR(optimizer, 0.9)], optimizer=optimizer)
+
+    def twice(run: mh.Run) -> None:
+        step(run)
+        step(run)
+
+    with_a_schedule(tmp_path / "a", torch.optim.SGD, chained).fit(twice, "3 steps")
+    with_a_schedule(tmp_path / "a", torch.optim.SGD, chained, lr=0.1).fit(twice, "6 steps")
+    with_a_schedule(tmp_path / "b", torch.optim.SGD, chained, lr=0.1).fit(twice, "6 steps")
+    assert rates(tmp_path / "a")[3:] == pytest.approx(rates(tmp_path / "b")[3:], rel=1e-12)
+
+
 def test_what_a_schedule_keeps_in_the_optimizers_groups_is_compared_too(tmp_path: Path) -> None:
     def up_to(rate: float) -> Any:
         return lambda optimizer: schedules.OneCycleLR(optimizer, rate, total_steps=20)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from manyhosts.analysis import statistics
 from manyhosts.errors import ConfigError
@@ -26,7 +29,7 @@ from manyhosts.records import first_batch
 from manyhosts.records.atomic_file import write_json
 from manyhosts.records.numbers import to_words
 from manyhosts.training.evaluation.metrics import scalars
-from manyhosts.training.loss_weights.weighing import class_mean
+from manyhosts.training.loss_weights.weighing import class_mean, counted
 from manyhosts.training.trained_script import TrainedRun, open_run
 
 SCHEMA_VERSION = 1
@@ -58,7 +61,8 @@ class _Forward:
 
     def __init__(self, run: TrainedRun) -> None:
         self._step, self._loss, self._where = run.trainer.step, run.trainer.loss, run.trainer.called_in
-        self._has_counts = run.trainer.has_counts
+        self._has_counts, weighing = run.trainer.has_counts, run.trainer.parts.weighing
+        self._rule = weighing.rule or weighing.classes
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         if self._step is None:
@@ -79,25 +83,41 @@ class _Forward:
                 where="the model",
                 fix="give mh.Trainer a step that returns tensors as 'outputs' and 'targets'",
             )
-        losses, counts = self._losses(outputs, targets)
+        losses, counts = self._losses(batch, outputs, targets)
         found = {"outputs": outputs.float(), "targets": targets, "losses": losses, "counts": counts.double()}
-        return found if self._step is None else {**found, **self._of_step(cast(Mapping[str, Any], result), losses)}
+        return (
+            found if self._step is None else {**found, **self._of_step(batch, cast(Mapping[str, Any], result), losses)}
+        )
 
-    def _of_step(self, result: Mapping[str, Any], losses: Tensor) -> dict[str, Tensor]:
-        """Of each sample the loss of its batch by the script's step, what it counts, and whether `losses` are it."""
+    def _of_step(self, batch: Any, result: Mapping[str, Any], losses: Tensor) -> dict[str, Tensor]:
+        """Of each sample the loss of its batch by the script's step, or each of several, and what it counts; and
+        whether `losses` are the loss.
+        """
         given = result["loss"]
-        loss = torch.as_tensor(sum(given.values()) if isinstance(given, Mapping) else given)
-        count = float(result["count"]) if self._has_counts and "count" in result else float(len(losses))
-        same = torch.isclose(losses.double().mean(), loss.double(), rtol=1e-4, atol=1e-8)
+        terms = {name: float(each) for name, each in (given if isinstance(given, Mapping) else {"": given}).items()}
+        if self._has_counts and "count" in result:
+            counts = {"": float(result["count"])}
+        else:
+            counts = counted(self._rule, batch) if self._rule is not None else {"": float(len(losses))}
+        if "" in counts:
+            terms = {"": sum(terms.values())}
+        even = self._rule is None and len(terms) == 1
+        same = even and math.isclose(float(losses.double().mean()), sum(terms.values()), rel_tol=1e-4, abs_tol=1e-8)
         whole = torch.ones(len(losses), dtype=torch.float64)
-        return {"of_batch": whole * float(loss), "share": whole * count / len(losses), "same": whole * float(same)}
+        by_term = {f"of_batch {name}": whole * each for name, each in terms.items()}
+        shares = {f"share {name}": whole * counts[name] / len(losses) for name in terms}
+        return {**by_term, **shares, "same": whole * same}
 
-    def _losses(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, batch: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of each sample, and what it counts in the mean, as in training; both of shape (samples,)."""
         loss: Any = self._loss
         rule = class_mean(loss)
         if rule is None:
-            return self._of_samples(outputs, targets), torch.ones(len(outputs), dtype=torch.float64)
+            counts = torch.ones(len(outputs), dtype=torch.float64)
+            if loss is not None and self._rule is not None:  # the script's own weight
+                ones = [tree_map(itemgetter(slice(k, k + 1)), batch) for k in range(len(outputs))]
+                counts = torch.tensor([sum(counted(self._rule, one).values()) for one in ones], dtype=torch.float64)
+            return self._of_samples(outputs, targets), counts
         counts = torch.tensor([rule((None, targets[k : k + 1])) for k in range(len(targets))], dtype=torch.float64)
         if isinstance(loss, nn.Module):
             loss = copy.copy(loss)
@@ -260,8 +280,10 @@ def _with_loss(found: Mapping[str, Tensor], values: dict[str, dict[str, float]])
     """`values` with the script's own loss before them, where samples have another one: its interval is not known."""
     if "loss" in values:
         return values
-    mean = (found["of_batch"] * found["share"]).sum() / found["share"].sum()
-    return {"loss": {"value": float(mean)}, **values}
+    names = [name.removeprefix("share ") for name in found if name.startswith("share ")]
+    sums = {name: (found[f"of_batch {name}"] * found[f"share {name}"]).sum() for name in names}
+    means = [float(sums[name] / total) for name in names if (total := found[f"share {name}"].sum()) > 0]
+    return {"loss": {"value": sum(means)}, **values}
 
 
 def _sample(kept: Mapping[str, Any], index: int, kind: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ from manyhosts.communication.world import World
 from manyhosts.device import LateNumbers
 from manyhosts.errors import ConfigError
 
+UNFROZEN = "unfrozen"
+"""Under which strategies keep the names of parameters that were unfrozen; they are the same on all workers."""
 _BITS = 20
 """Of the checksum that is summed: its square over some thousand workers is exact in float64."""
 _FIRST_STEPS, _EVERY_STEPS = 4, 64

@@ -223,7 +223,7 @@ class Story:
             compression_reason=self.compression.get("why", ""),
             network=self.network(),
             precision=record.settings["precision"],
-            global_batch=_global_batch(record),
+            global_batch=self._global_batch(record),
             lr=max(self.lrs, default=None),
             steps=end.get("step", self.last_step),
             epochs=len(self.finished),
@@ -307,6 +307,14 @@ class Story:
             return {}
         return {"metric": metric, "value": line["values"][metric], "step": line["step"]}
 
+    def _global_batch(self, record: RunRecord) -> int | None:
+        """As it was set; where that is for each worker, as it was: virtual workers or copies may count."""
+        settings = record.settings
+        if settings.get("batch_size") or not settings.get("batch_size_per_worker"):
+            return settings.get("batch_size")
+        of_last_epoch = self.samples[-(self.trained.get("steps_per_epoch") or 1) :]
+        return max(of_last_epoch, default=None)
+
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """The value below which `percent` of `ordered` (sorted, not empty) lie, linear between neighbours."""
@@ -314,14 +322,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def _global_batch(record: RunRecord) -> int | None:
-    settings = record.settings
-    if settings.get("batch_size"):
-        return int(settings["batch_size"])
-    each = settings.get("batch_size_per_worker")
-    return each * record.workers if each else None
 
 
 def _ratio(amount: float, over: float) -> float | None:

@@ -181,16 +181,19 @@ class Store:
             self._side = SideGroup(self._world)
         return self._side
 
-    def save_alone(self, path: Path, state: Mapping[str, Any], facts: Facts) -> bool:
+    def save_alone(
+        self, path: Path, state: Mapping[str, Any], facts: Facts, own: Mapping[str, Any] | None = None
+    ) -> bool:
         """Write `state`, all of it, as the snapshot in `path`, without any other worker, before this returns.
 
-        For a worker that is about to end. Whether it is complete; `finished` has the details.
+        For a worker that is about to end. Whether it is complete; `finished` has the details. `own` is kept as that of
+        the first worker.
 
         Raises:
-            SnapshotError: a value in `state` is of a kind that cannot be kept.
+            SnapshotError: a value in `state` or `own` is of a kind that cannot be kept.
         """
         self.wait()
-        begin, share = time.perf_counter(), share_of(flatten(state), None, rank=0, writers=1)
+        begin, share = time.perf_counter(), share_of(flatten(state), flatten(own) if own else None, rank=0, writers=1)
         self._failed, self._gave_up, self._stall_s = False, "", 0.0
         copying = self._space.begin(share.originals, ())
         task = Task(

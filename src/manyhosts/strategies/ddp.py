@@ -16,7 +16,7 @@ from manyhosts.communication.compression.choose import Stopwatch
 from manyhosts.communication.compression.feedback import Compressor
 from manyhosts.communication.compression.table import make_compression
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.model_watch import ModelWatch
+from manyhosts.communication.model_watch import UNFROZEN, ModelWatch
 from manyhosts.communication.world import World
 from manyhosts.config.strategies import DDP
 from manyhosts.events import CompressionChosen
@@ -100,12 +100,12 @@ class DataParallel(UncutModel):
             "steps": self.steps,
             "chosen": self._chosen(),
             "compression": {} if compressor is None else compressor.shared_state(),
-            "unfrozen": self.model_watch.thawed,
+            UNFROZEN: self.model_watch.thawed,
         }
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Take up what `shared_state` gave on another worker."""
-        self._unfreeze(state["unfrozen"])
+        self._unfreeze(state[UNFROZEN])
         if self.stopwatch is not None and state["chosen"]:
             self.settle_on(state["chosen"])
         self.steps = state["steps"]
@@ -283,7 +283,7 @@ class DataParallel(UncutModel):
 
     def state_dict(self) -> dict[str, Any]:
         """What compression has kept back, and what `auto` has chosen; nothing where there is no compression."""
-        unfrozen = {"unfrozen": self.model_watch.thawed} if self.model_watch.thawed else {}
+        unfrozen = {UNFROZEN: self.model_watch.thawed} if self.model_watch.thawed else {}
         if self.buckets is None or self.stopwatch is not None:
             return {**unfrozen}
         if self.buckets.compressor is None:
@@ -296,7 +296,7 @@ class DataParallel(UncutModel):
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what every former worker kept back, shared out over those of now."""
         chosen = states[0].get("chosen", "") if states else ""
-        self._unfreeze(states[0].get("unfrozen", ()) if states else ())
+        self._unfreeze(states[0].get(UNFROZEN, ()) if states else ())
         if self.stopwatch is not None and chosen:
             self.settle_on(chosen)
         if self.buckets is None or self.buckets.compressor is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.communication.gathering import gather_words
-from manyhosts.communication.model_watch import ModelWatch
+from manyhosts.communication.model_watch import UNFROZEN, ModelWatch
 from manyhosts.communication.part_norm import PartStatistics
 from manyhosts.communication.tree_buckets import TreeBuckets, unseen
 from manyhosts.communication.tree_sum import Exchange, Pace, TreeSum, pace_on
@@ -101,11 +101,11 @@ class VirtualWorkers(UncutModel):
 
     def shared_state(self) -> dict[str, Any]:
         """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
-        return {"unfrozen": self.model_watch.thawed}
+        return {UNFROZEN: self.model_watch.thawed}
 
     def take_shared(self, state: Mapping[str, Any]) -> None:
         """Train what the others train."""
-        self._unfreeze(state["unfrozen"])
+        self._unfreeze(state[UNFROZEN])
 
     def resync(self, source: int, *, new: bool, gone: int) -> str:
         """Nothing to agree on: every worker holds everything."""
@@ -230,11 +230,11 @@ class VirtualWorkers(UncutModel):
 
     def state_dict(self) -> dict[str, Any]:
         """Which parameters were unfrozen; the rest follows from the number of parts and of workers."""
-        return {"unfrozen": self.model_watch.thawed} if self.model_watch.thawed else {}
+        return {UNFROZEN: self.model_watch.thawed} if self.model_watch.thawed else {}
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Train what was trained."""
-        self._unfreeze(states[0].get("unfrozen", ()) if states else ())
+        self._unfreeze(states[0].get(UNFROZEN, ()) if states else ())
 
 
 class News:

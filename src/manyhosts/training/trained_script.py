@@ -27,7 +27,7 @@ from manyhosts.records.chosen_run import run_directory, snapshot_of
 from manyhosts.records.manifest import Facts
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.run_record import RunRecord
-from manyhosts.snapshot.load import Loaded, load
+from manyhosts.snapshot.load import Loaded, load, newest_complete
 from manyhosts.training.process_session import ProcessSession
 from manyhosts.training.run import Run
 from manyhosts.training.session import Session
@@ -150,13 +150,14 @@ def open_run(
             raise _without_fit(script)
         trainer = reached[0]
         trainer.model.eval()
-        facts = (_take(trainer, chosen) if weights else load(chosen)).facts
+        loaded = _take(trainer, chosen) if weights else load(chosen)
+        trainer.parts.weighing.take_up(_counts_by(loaded, directory))
         yield TrainedRun(
             trainer=trainer,
             directory=directory,
             record=record,
             snapshot=chosen,
-            facts=facts,
+            facts=loaded.facts,
             names=dict(vars(sys.modules["__main__"])),
         )
 
@@ -233,6 +234,14 @@ def _take(trainer: Session, path: Path) -> Loaded:
     except (SnapshotError, OSError) as cause:
         raise RuntimeError(f"the snapshot changed while it was read: {cause}") from cause
     return loaded
+
+
+def _counts_by(loaded: Loaded, directory: RunDirectory) -> str:
+    """What the run has found its loss to be a mean over; a best model does not say it, and the newest snapshot does."""
+    run = loaded.state.get("run", {})
+    if not run and (newest := newest_complete(directory.snapshots, content=False)) is not None:
+        run = load(newest.path).state.get("run", {})
+    return str(run.get("counts_by", ""))
 
 
 def _without_fit(script: Path) -> ConfigError:

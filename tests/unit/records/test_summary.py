@@ -143,9 +143,9 @@ def test_test_without_training_has_a_summary_too() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "batch"),
-    [({"batch_size": 8}, 8), ({"batch_size": None, "batch_size_per_worker": 16}, 32)],
+    [({"batch_size": 16}, 16), ({"batch_size": None, "batch_size_per_worker": 2, "virtual_workers": 4}, 8)],
 )
-def test_global_batch_is_that_of_all_workers(settings: dict, batch: int) -> None:
+def test_global_batch_is_what_was_set_or_what_the_steps_had_of_all_workers(settings: dict, batch: int) -> None:
     assert summary_of(*ALL, **settings).global_batch == batch
 
 

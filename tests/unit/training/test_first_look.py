@@ -365,3 +365,60 @@ def test_look_changes_neither_buffers_nor_random_numbers_nor_the_mode(tmp_path: 
     looked = trainer(tmp_path / "looked", loss=loss, **CUT).fit("3 steps")
     known = trainer(tmp_path / "known", loss=loss, weight="samples", **CUT).fit("3 steps")
     assert looked.weights_sha256 == known.weights_sha256
+
+
+class LanguageModel(nn.Module):
+    """As those of `transformers`: it returns the loss. `kind`: what that is a mean over."""
+
+    def __init__(self, kind: str, *, zeros: bool) -> None:
+        super().__init__()
+        self.kind, self.words, self.inner, self.out = kind, nn.Embedding(20, 8), nn.GRU(8, 8), nn.Linear(8, 20)
+        if zeros:  # as the last layer often begins: every word is as likely, in every text
+            nn.init.zeros_(self.out.weight)
+            nn.init.zeros_(self.out.bias)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        if self.kind != "labels":
+            words, labels = words[:, :-1], labels[:, 1:]
+        logits = self.out(self.inner(self.words(words).transpose(0, 1))[0]).permute(1, 2, 0)
+        each, counts = functional.cross_entropy(logits, labels, reduction="none"), labels != -100
+        return each.sum() / counts.sum() if self.kind != "texts" else (each.sum(1) / counts.sum(1)).mean()
+
+
+def padded(texts: list[Tensor]) -> dict[str, Tensor]:
+    pad = functools.partial(nn.utils.rnn.pad_sequence, texts, batch_first=True)
+    return {"words": pad(padding_value=0), "labels": pad(padding_value=-100)}
+
+
+@pytest.mark.parametrize("pieces", [{}, {"micro_batch_size": 4}, {"virtual_workers": 2}], ids=str)
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
+@pytest.mark.parametrize("kind", ["labels", "shifted labels", "texts"])
+def test_of_rules_that_all_fit_at_the_start_the_right_one_is_found(
+    kind: str, zeros: bool, pieces: dict[str, int], tmp_path: Path
+) -> None:
+    """Before training the losses of all texts are nearly the logarithm of the number of words."""
+    texts = [torch.arange(3 + (i * 7) % 9) * (i + 3) % 17 + 1 for i in range(60)]
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return LanguageModel(kind, zeros=zeros)
+
+    trainer = mh.Trainer(
+        model=make,
+        step=lambda model, batch: model(**batch),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        data=mh.Data(texts[:48], validation=texts, batch_size=16, shuffle=False, collate=padded),  # type: ignore[arg-type]
+        run_dir=tmp_path,
+        **pieces,  # type: ignore[arg-type]
+    )
+    found = trainer.fit("3 steps").validation["loss"]
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for begin in range(0, 48, 16):
+        optimizer.zero_grad()
+        model(**padded(texts[begin : begin + 16])).backward()
+        optimizer.step()
+    for own, plain in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(own, plain, atol=1e-6)
+    with torch.no_grad():
+        assert found == pytest.approx(float(model(**padded(texts))), rel=1e-6)

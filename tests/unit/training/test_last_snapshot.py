@@ -99,6 +99,17 @@ def test_best_model_is_written_before_the_snapshot_that_names_it(tmp_path: Path)
     assert "validation_due" in load(tmp_path / "snapshots" / "step-00000003").state["run"]
 
 
+def test_parameters_that_were_unfrozen_are_in_it(tmp_path: Path) -> None:
+    last, _ = stands(tmp_path)
+    parts = last.snapshot_schedule.parts
+    parts.strategy = DataParallel(mh.DDP(), parts.world)
+    parts.strategy.place(parts.model)
+    parts.strategy.model_watch.thawed = ["weight"]
+    last.make()
+    owns = load(tmp_path / "snapshots" / "step-00000003").owns.under("strategy")
+    assert owns[0] == {"unfrozen": ["weight"]}
+
+
 def put(path: str, value: Any) -> Callable[[LastSnapshot], None]:
     def change(last: LastSnapshot) -> None:
         provider: Any = last

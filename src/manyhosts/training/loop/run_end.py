@@ -17,6 +17,7 @@ from manyhosts import refusals
 from manyhosts.cluster.membership import CallAlreadyFinished
 from manyhosts.cluster.neighbours import Neighbours
 from manyhosts.communication.gathering import gather_plain
+from manyhosts.communication.model_watch import UNFROZEN
 from manyhosts.errors import ManyhostsError, TrainingError, first_line
 from manyhosts.events import Note, RunEnded
 from manyhosts.records import run_lock
@@ -129,7 +130,7 @@ class LastSnapshot:
             return "the best model, of a step before, was being written"
         if parts.auditor is not None or training.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
-        if parts.strategy.has_own or parts.strategy.state_dict() or own_statistics(parts):
+        if parts.strategy.has_own or parts.strategy.state_dict().keys() - {UNFROZEN} or own_statistics(parts):
             return "each worker holds something of its own"
         if state.stream:
             return "each worker knows a part of how far the stream is read"

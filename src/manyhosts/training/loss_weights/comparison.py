@@ -5,7 +5,8 @@ follow. What the script has written is in training mode there, and PyTorch's own
 and BatchNorm are seen to elsewhere. A copy of the modules is looked at. Each pass begins alike: with the same buffers,
 with what model, loss and step hold in plain Python as it was (`held_values`), and one value in place of all that torch
 draws (`set_draws`); one more pass does not, so that it shows whether anything is kept. A pass that would write into any
-other tensor breaks off before it does. Differences that may be rounding are looked at in float64.
+other tensor breaks off before it does. Differences that may be rounding are looked at in float64. So is a loss that
+several rules fit: before training it is nearly the same for all samples, and with a last layer of zeros it is the same.
 
 There are three ends: the loss is a mean, it is none, or that could not be tried, because of something that is said. All
 workers that compute a pass together make equally many: what cannot be compared is raised after the last one.
@@ -47,6 +48,8 @@ OTHER_AGAIN = "it has another value when it is computed again"
 """A pass moves something that cannot be put back."""
 SURE = 1e-6
 """What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
+_SURE_IN_DOUBLE = 1e-11
+_NEAR = 30
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_COPIED = 1 << 28
 """Elements of parameters that are copied for a look in float64; others share those of the model."""
@@ -66,6 +69,12 @@ class Seen:
     """Why it could not be tried, or not in training mode; empty where it was."""
     holds: list[str] = field(default_factory=list)
     """The rules by which it is a mean."""
+    offs: dict[str, float] = field(default_factory=dict)
+    """By which share of it each rule is off."""
+    sure: float = SURE
+    """What differs by less says nothing of two rules, both of which hold."""
+    is_open: bool = False
+    """Whether several rules are likely that count the parts otherwise."""
     values: str = ""
     """In words: the loss of all samples of the piece, and the mean of the losses of its parts."""
     off: float = 0.0
@@ -74,6 +83,13 @@ class Seen:
     """Of the losses that the rule gives a number each for; `""` where it gives one number."""
     findings: dict[str, str] = field(default_factory=dict)
     """What else there is, of the kinds below: the name of what it is in; empty where there is none of a kind."""
+
+    @property
+    def likely(self) -> list[str]:
+        """Of the rules that hold, within rounding, those that are not off by many times more than another one."""
+        offs = {name: self.offs.get(name, 0.0) for name in self.holds}
+        most = max(self.sure, _NEAR * min(offs.values(), default=0.0))
+        return [name for name, off in offs.items() if off <= most]
 
 
 KEEPS = "keeps"
@@ -135,9 +151,12 @@ def look_at(look: Look, piece: LoadedPiece, rule: Rule | None, *, graph: bool = 
             with _shown(look) as module:
                 Comparison(look, module, seen).run(count, make, rule)
             size = sum(map(Tensor.numel, look.module.parameters()))
-            if seen.off > SURE and look.copies and size <= _MOST_COPIED:  # there is a difference: it may be rounding
-                exact = Seen(names=seen.names)
+            # There is a difference, which may be rounding; or there should be one, between rules.
+            if (seen.off > SURE or seen.is_open) and look.copies and size <= _MOST_COPIED:
+                exact = Seen(names=seen.names, sure=_SURE_IN_DOUBLE)
                 with suppress(Exception), _shown(look, double=True) as module:
+                    if seen.is_open:
+                        _fill_zeros(module)
                     Comparison(look, module, exact, double=True).run(count, make, rule)
                     seen = exact  # else something is made in float32, and does not go with float64
         except Communicates as call:
@@ -185,6 +204,16 @@ def _shown(look: Look, *, double: bool = False) -> Iterator[nn.Module]:
             yield copied.double() if double else copied
     finally:
         torch.set_default_dtype(default)
+
+
+@torch.no_grad()
+def _fill_zeros(module: nn.Module) -> None:
+    """Give trained tensors that are all zeros small random values."""
+    generator = torch.Generator().manual_seed(0)
+    for each in module.parameters():
+        if each.requires_grad and each.numel() and not each.is_meta and not each.any():
+            values = torch.randn(each.shape, generator=generator, dtype=torch.float64)
+            each.copy_(0.1 / math.sqrt(each.shape[-1] if each.dim() else 1) * values)
 
 
 def _parts_of(look: Look, piece: LoadedPiece) -> MakeBatch:
@@ -267,9 +296,7 @@ class Comparison:
             self._compare(count, full, losses, counts)
             self.seen.samples = count
             if self.look.gradients and torch.is_grad_enabled() and self.seen.holds and list(full) == [""]:
-                own = [each[""] for each in counts[self.seen.holds[0]]]
-                shares = [each / sum(own) for each in own]
-                self._compare_gradients(make(0, count), list(zip(parts, shares, strict=True)))
+                self._compare_gradients(make(0, count), parts, counts)
         finally:
             self._begin()
 
@@ -316,19 +343,34 @@ class Comparison:
         seen, found = self.seen, {name: _difference(full, losses, each) for name, each in counts.items()}
         _, at_once, by_parts = next(iter(found.values()))
         seen.values = f"{at_once:.6g} over {count} samples, {by_parts:.6g} as the mean over parts of these"
-        off = {name: share for name, (share, *_) in found.items()}
+        seen.offs = off = {name: share for name, (share, *_) in found.items()}
         seen.holds = [name for name, share in off.items() if share <= self._rounding()]
+        seen.is_open = len({_shares(counts[name]) for name in seen.likely}) > 1
         seen.off = min(off.values()) if seen.holds == list(off) else max(off.values())
 
-    def _compare_gradients(self, batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
-        """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts."""
-        together = [parts] if self.look.accumulates else [[each] for each in parts if each[1]]
-        full, *pieces = [self._gradient(each) for each in ([(batch, 1.0)], *together)]
-        size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (full, *pieces)) or 1.0
-        off = {name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in full.items()}
-        worst = max(off, key=off.__getitem__, default="")
-        self.seen.off = max(self.seen.off, off.get(worst, 0.0))
-        self.seen.findings[CHANGES_GRADIENTS] = worst * (off.get(worst, 0.0) > self._rounding())
+    def _compare_gradients(self, batch: Any, parts: Sequence[Any], counts: Mapping[str, Sequence[Losses]]) -> None:
+        """See whether hooks, or backward passes of the script's own, do to a batch what they do to its parts.
+
+        A rule by which the gradient is that of the parts is the loss's, also where others go for its value.
+        """
+        full = self._gradient([(batch, 1.0)])
+        seen, found = self.seen, {}
+        for shares in {_shares(counts[name]) for name in seen.likely}:
+            pairs = list(zip(parts, shares, strict=True))
+            together = [pairs] if self.look.accumulates else [[each] for each in pairs if each[1]]
+            pieces = [self._gradient(each) for each in together]
+            size = max(math.hypot(*(float(each.norm()) for each in given.values())) for given in (full, *pieces)) or 1.0
+            off = {
+                name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in full.items()
+            }
+            worst = max(off, key=off.__getitem__, default="")
+            found[shares] = worst, off.get(worst, 0.0)
+        worst, least = min(found.values(), key=lambda each: each[1])
+        seen.off = max(seen.off, least)
+        seen.findings[CHANGES_GRADIENTS] = worst * (least > self._rounding())
+        if least <= self._rounding():
+            fits = [shares for shares, (_, off) in found.items() if off <= self._rounding()]
+            seen.holds = [name for name in seen.holds if _shares(counts[name]) in fits]
 
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
@@ -396,6 +438,12 @@ class Comparison:
 def _of_samples(batches: Any) -> set[tuple[int, ...]]:
     """The shapes of all tensors in `batches`, without the first side."""
     return {tuple(each.shape[1:]) for each in tree_leaves(batches) if isinstance(each, Tensor)}
+
+
+def _shares(counts: Sequence[Losses]) -> tuple[float, ...]:
+    """What each part has of what they all count, where that is one number."""
+    own = [each.get("", 0.0) for each in counts]
+    return tuple(each / (sum(own) or 1.0) for each in own)
 
 
 def _difference(full: Losses, losses: Sequence[Losses], counts: Sequence[Losses]) -> tuple[float, float, float]:

@@ -252,6 +252,8 @@ def find_mean(
         shown,
         because=next((each.because for each in seen or reported if each.because), none),
         holds=[name for name in shown.holds if all(name in each.holds for each in seen)],
+        offs={name: max(each.offs.get(name, 0.0) for each in seen) for name in shown.offs} if seen else {},
+        sure=max((each.sure for each in seen), default=shown.sure),
         names=next((each.names for each in reported if each.names), [""]),
         findings={kind: name for each in reversed(reported) for kind, name in each.findings.items() if name},
     )
@@ -262,10 +264,10 @@ def choose(seen: Seen) -> str:
     ignores = seen.findings.get(comparison.IGNORES)
     if not seen.samples:
         return "samples"
-    if ignores and seen.holds == ["samples"]:
+    if ignores and seen.likely == ["samples"]:
         return ALL_SAMPLES
     names = ("labels", "shifted labels", "samples") if ignores else ("samples", "labels", "shifted labels")
-    return next((name for name in names if name in seen.holds), NO_MEAN)
+    return next((name for name in names if name in seen.likely), NO_MEAN)
 
 
 def not_tried(seen: Seen) -> str:

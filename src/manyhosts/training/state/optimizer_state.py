@@ -221,10 +221,16 @@ class InitialOptimizer:
             if isinstance(schedule, ReduceLROnPlateau):
                 _resume_plateau(optimizer, schedule, kept, asked)
             else:
-                moves = int(before.get(name, {}).get("last_epoch", steps))
+                moves = _moves(before.get(name, {}), steps)
                 with unwarned():
                     for _ in range(moves):
                         advance(schedule, f"the schedule does not reach to step {moves}, where the run is", "schedule")
+
+
+def _moves(kept: Mapping[str, Any], steps: int) -> int:
+    """How often a schedule has moved, by what a snapshot kept of it; `steps` where it does not count that."""
+    inner = kept.get("_schedulers") or [{}]  # a ChainedScheduler has no count of its own
+    return int(kept["last_epoch"]) if "last_epoch" in kept else _moves(inner[0], steps) if any(inner) else steps
 
 
 def advance(

@@ -141,7 +141,8 @@ class SnapshotSchedule:
                 is_uncut = self.store.save_alone(self.directory.best, weights_of(parts), facts)
         if is_uncut:
             path = self.store.folder / f"step-{state.step:08d}"
-            is_uncut = self.store.save_alone(path, {**training_state_dict(parts), "run": state.to_dict()}, facts)
+            everything, equal = {**training_state_dict(parts), "run": state.to_dict()}, parts.strategy.state_dict()
+            is_uncut = self.store.save_alone(path, everything, facts, {"strategy": equal} if equal else None)
         self.listen()
         return is_uncut
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -13,7 +15,7 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
-from launching import wait_until
+from launching import environment, wait_until
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -143,3 +145,38 @@ def test_arguments_that_are_no_list_are_refused(given: Any, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="and not a list of what the script or function is given") as caught:
         launch.run(print, given, run_dir=tmp_path / "run")
     assert "how many workers is workers=" in caught.value.fix
+
+
+BESIDE = """
+from pathlib import Path
+
+import own_module
+
+import manyhosts as mh
+
+
+def doubled(number):
+    Path("was-called").touch()
+    return own_module.twice(number)
+
+
+def nothing():
+    return None
+
+
+if __name__ == "__main__":
+    first, other = mh.launch.run(doubled, [4], run_dir="one"), mh.launch.run(own_module.twice, [5])
+    print(first, other, mh.launch.run(nothing, run_dir="one"))
+"""
+
+
+def test_module_next_to_the_program_is_found_and_each_call_gives_back_its_own_result(tmp_path: Path) -> None:
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "own_module.py").write_text("def twice(number):\n    return 2 * number\n")
+    (folder / "program.py").write_text(BESIDE)
+    for place, program in ((folder, "program.py"), (tmp_path, "programs/program.py")):
+        words = [sys.executable, program]
+        done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.stdout.splitlines()[-1:] == ["8 10 None"], done.stdout + done.stderr
+        assert (place / "was-called").exists()

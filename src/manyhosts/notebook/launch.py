@@ -115,9 +115,11 @@ def _source(frame: str, following: str) -> list[str]:
 _PROGRAM = '''"""Runs the function of a notebook's cell on each worker."""
 
 import sys
+from pathlib import Path
 
 from manyhosts.notebook.worker import main
 
+sys.path[:1] = [str(Path(__file__).resolve().parents[1] / folder) for folder in FOLDERS]
 main(__file__, sys.argv[1])
 '''
 _INTERRUPTED = 130
@@ -198,8 +200,9 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
     try:
         (folder / FUNCTION).write_bytes(packed)
         program = folder / f"{name}.py"
-        program.write_text(_PROGRAM)
+        program.write_text(_PROGRAM.replace("FOLDERS", repr(_own_folders())))
         digest = hashlib.sha256(packed).hexdigest()
+        (place / RESULT).unlink(missing_ok=True)  # of a call before
         code = launch.run(program.relative_to(Path.cwd()), [digest], run_dir=place, display=display, **words)
     except ManyhostsError as error:
         raise (display.reported(error) if isinstance(display, CellDisplay) else error) from None
@@ -209,6 +212,14 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
     if code == _INTERRUPTED:
         raise Interrupted
     return _result(place)
+
+
+def _own_folders() -> list[str]:
+    """Where modules are found here that Python has not installed; below the working directory as seen from there."""
+    here, installed = Path.cwd(), (Path(sys.prefix), Path(sys.base_prefix))
+    found = [path for each in sys.path if (path := Path(each).resolve()).is_dir()]
+    own = [path for path in found if path == here or not any(path.is_relative_to(each) for each in installed)]
+    return list(dict.fromkeys(str(path.relative_to(here) if path.is_relative_to(here) else path) for path in own))
 
 
 def _packed(task: Callable[..., Any], arguments: Sequence[Any]) -> bytes:

@@ -25,9 +25,12 @@ def main(program: str, digest: str) -> None:
     if hashlib.sha256(packed).hexdigest() != digest:
         raise ConfigError("this is not the function that was sent", where=FUNCTION, fix="run the cell again")
     task, arguments = pickle.loads(packed)  # noqa: S301  # the user's own program, just sent, known by its hash
+    is_rank_0, path = os.environ.get("RANK", "0") == "0", Path(os.environ[VARIABLE]) / RESULT
+    if is_rank_0:
+        path.unlink(missing_ok=True)  # of a call before, on a disk that the caller does not see
     result = task(*arguments)
-    if os.environ.get("RANK", "0") == "0" and result is not None:
-        _keep(result, Path(os.environ[VARIABLE]) / RESULT)
+    if is_rank_0 and result is not None:
+        _keep(result, path)
 
 
 def _keep(result: Any, path: Path) -> None:

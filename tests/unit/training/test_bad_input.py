@@ -298,6 +298,14 @@ def test_run_whose_steps_were_all_left_out_has_failed(choice: str, tmp_path: Pat
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
+def test_run_that_has_trained_before_it_was_resumed_is_no_failure_where_the_rest_is_left_out(tmp_path: Path) -> None:
+    images, labels = images_and_labels(20)
+    images[17] = math.nan
+    data = mh.Data(TensorDataset(images, labels), batch_size=5, shuffle=False)
+    for steps in (3, 4):
+        assert trainer(tmp_path, data=data, on_bad_step="skip").fit(f"{steps} steps").steps == steps
+
+
 def test_steps_that_were_left_out_are_counted_at_the_end(tmp_path: Path) -> None:
     images, labels = images_and_labels(20)
     images[7] = math.nan

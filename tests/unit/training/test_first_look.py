@@ -422,3 +422,21 @@ def test_of_rules_that_all_fit_at_the_start_the_right_one_is_found(
         assert torch.allclose(own, plain, atol=1e-6)
     with torch.no_grad():
         assert found == pytest.approx(float(model(**padded(texts))), rel=1e-6)
+
+
+class Labelled(Dataset[Any]):
+    """Of which no one knows the labels before they are read; some count nothing."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(8, generator=torch.Generator().manual_seed(index)), -100 if index in (2, 50) else index % 3
+
+
+def test_what_targets_count_by_outlives_a_resume_in_a_step_that_would_not_show_it(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"model": lambda: nn.Linear(8, 3), "loss": nn.CrossEntropyLoss(), "micro_batch_size": 8}
+    for steps in (2, 4):  # samples 32 to 47, of which all count, are the first after the resume
+        data = mh.Data(train=Labelled(), batch_size=16, shuffle=False)
+        trainer(tmp_path, data=data, **more).fit(f"{steps} steps")
+    assert len(step_lines(tmp_path)) == 4

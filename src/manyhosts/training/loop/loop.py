@@ -132,9 +132,9 @@ class StepReporter:
         """At the end: say how many steps were left out. Every worker calls this, after all steps were reported.
 
         Raises:
-            TrainingError: all of them were, so nothing was trained.
+            TrainingError: all of them were, also those before a resume, so nothing was trained.
         """
-        if self.left_out and self.last is None:
+        if self.left_out and len(self.left_out) == self.training.state.step:
             what = f"each of the {len(self.left_out)} steps was left out, so no weight has changed"
             raise self._end(what, f"steps {min(self.left_out)} to {max(self.left_out)}")
         if self.left_out:

@@ -16,7 +16,7 @@ from manyhosts.events import LossLooked
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.loss_weights import comparison
 from manyhosts.training.loss_weights.comparison import Look, Seen, look_at
-from manyhosts.training.loss_weights.weighing import LOOKED_FOR, Rule, has_ignored
+from manyhosts.training.loss_weights.weighing import CLASSES, LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 
@@ -128,6 +128,8 @@ class LossWeights:
         known = weighing.knows or weighing.classes is not None
         if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
+        if first:
+            weighing.take_up(state.counts_by)
         source, settings, strategy = self.parts.source, self.settings, self.parts.strategy
         copies, finds = not self.parts.compute.is_collective, first and not known and not state.counts_by
         own = -(-self.parts.batch // strategy.mesh.size("replicate", "shard"))
@@ -145,6 +147,7 @@ class LossWeights:
         looked = [each for each in pieces[:1] if len(each.plan.indices) > 1] or _alike(step, look, micro) or pieces[:1]
         if first and weighing.must_look:
             weighing.look_at_targets(pieces or looked)
+            state.counts_by = CLASSES if weighing.rule is not None else state.counts_by
         if self.cuts or not known:  # else it was only to be seen which targets count
             rule = weighing.classes or weighing.rule or (None if known else LOOKED_FOR.get(state.counts_by))
             # By one worker, or by all where they compute together: such a model has little room.

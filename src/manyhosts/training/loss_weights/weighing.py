@@ -73,6 +73,8 @@ class TargetMean:
 
 LOOKED_FOR: Mapping[str, TargetMean] = {"labels": TargetMean(), "shifted labels": TargetMean(shifted=True)}
 """Rules that are found by trial: means over the labels that are not -100, as in the models of `transformers`."""
+CLASSES = "classes"
+"""As `RunState.counts_by` has it: targets were left out, or weighed, of a loss by class."""
 has_ignored = LOOKED_FOR["labels"].leaves_out
 """Whether a label of a batch is -100."""
 
@@ -215,7 +217,9 @@ class Weighing:
 
     def take_up(self, counts_by: str) -> None:
         """Count by what an earlier look has found, as `RunState.counts_by` has it, where the script does not say it."""
-        if self.said is None and self.classes is None and not self.knows:
+        if self.must_look and counts_by == CLASSES:
+            self.rule, self.guard, self.must_look = self.classes, None, False
+        elif self.said is None and self.classes is None and not self.knows:
             self.rule = LOOKED_FOR.get(counts_by)
 
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:

@@ -270,8 +270,23 @@ class Callbacks:
         return bool(self.by_name)
 
     def prepare(self, model: nn.Module) -> set[str]:
-        """Let each change the model before it is placed. Returns the parameters that are trained later, by name."""
-        return {name for each in self.by_name.values() for name in each.prepare(model) or ()}
+        """Let each change the model before it is placed. Returns the parameters that are trained later, by name.
+
+        Raises:
+            ConfigError: two would freeze and thaw the same parameter.
+        """
+        later = {name for each in self.by_name.values() for name in each.prepare(model) or ()}
+        whose: dict[str, str] = {}
+        for own, each in self.by_name.items():
+            for name in each.frozen_for_a_while() or ():
+                if whose.setdefault(name, own) != own:
+                    raise ConfigError(
+                        f"{name} is frozen and thawed by two callbacks, {whose[name]!r} and {own!r}, of which each "
+                        "undoes what the other does",
+                        where="mh.Trainer(callbacks=…)",
+                        fix="name each parameter in one of them, by other patterns",
+                    )
+        return later
 
     def frozen_for_a_while(self) -> set[str]:
         """Parameters that one of them freezes or thaws in the midst of the run, by name."""

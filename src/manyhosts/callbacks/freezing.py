@@ -54,6 +54,12 @@ class Freeze(Callback):
         known = [name for name, each in model.named_parameters() if each.requires_grad]
         for pattern in self.patterns:
             if not any(matches(name, pattern) for name in known):
+                if any(matches(name, pattern) for name, _ in model.named_parameters()):
+                    raise ConfigError(
+                        f"what is called {pattern!r}, or is below it, is frozen already",
+                        where=f"mh.Freeze({pattern!r})",
+                        fix="leave it out here, or where it is frozen: in the model, or by another mh.Freeze",
+                    )
                 raise ConfigError(
                     f"no trained parameter of the model is called {pattern!r}, or is below it",
                     where=f"mh.Freeze({pattern!r})",

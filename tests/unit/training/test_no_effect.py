@@ -82,6 +82,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a freeze of nothing": (lambda: mh.Freeze(until="3 epochs"), "freezes nothing"),
     "a freeze of a list": (lambda: mh.Freeze(["0"], until="1 epoch"), "is given a list, no name"),  # type: ignore[arg-type]
     "a freeze that is never": (lambda: mh.Freeze("0", start="5 epochs", until="3 epochs"), "which is never"),
+    "two freezes of one parameter": (
+        lambda: trainer(callbacks=[mh.Freeze("0.*", start="8 steps"), mh.Freeze("0", until="4 steps")]),
+        "0.weight is frozen and thawed by two callbacks, 'freeze 0",
+    ),
+    "a freeze of what is frozen": (
+        lambda: trainer(callbacks=[mh.Freeze("0", until="4 steps"), mh.Freeze("0.*", start="8 steps")]),
+        "called '0.[*]', or is below it, is frozen already",
+    ),
     "a decay that is a text": (lambda: mh.EMA("0.99"), "decay is '0.99'"),  # type: ignore[arg-type]
     "a warm-up in steps": (lambda: mh.EMA(0.9, warmup="500 steps"), "warmup is '500 steps'"),  # type: ignore[arg-type]
     "no snapshots": (lambda: trainer(snapshots=False), "snapshots is False"),

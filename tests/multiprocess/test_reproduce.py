@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launching import MANYHOSTS, environment
 
@@ -40,6 +41,9 @@ from torch import nn
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 """
+
+
+MADE = ("out/time", "last.txt")
 
 
 def git(folder: Path, *words: str) -> None:
@@ -170,3 +174,30 @@ def test_run_that_was_made_longer_is_reproduced_as_long_and_the_new_run_is_one_l
     done = manyhosts(tmp_path, "reproduce", "--dry-run", found["again"])
     assert done.returncode == 0, done.stderr
     assert "duration=2 epochs" in done.stdout
+
+
+def test_what_the_first_run_has_made_is_not_written_over(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet")
+    own = "import os, time\nfrom pathlib import Path\n"
+    script = SCRIPT.replace('np.load("data/inputs.npy")', "np.load('data/inputs.npy')[:32]").replace(
+        "LR = 0.01", "LR = 0.1"
+    )
+    last = (
+        "\nPath('out').mkdir(exist_ok=True)\nPath('out/time').write_text(str(time.time()))\nPath('last.txt').touch()\n"
+    )
+    (tmp_path / "train.py").write_text(own + script + last)
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / ".gitignore").write_text("data/\nout/\nruns/\nrun/\n*.txt\n")
+    for folder in ("data", "out"):
+        (tmp_path / folder).mkdir()
+    np.save(tmp_path / "data" / "inputs.npy", np.random.default_rng(0).random((64, 4), dtype="float32"))
+    (tmp_path / "out" / "before").touch()
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "All")
+    assert manyhosts(tmp_path, "run", "--run-dir", "run", "train.py").returncode == 0
+    made = [(tmp_path / name).read_bytes() + str((tmp_path / name).stat().st_mtime_ns).encode() for name in MADE]
+    code, found = reproduced(tmp_path)
+    assert (code, found["then"] == found["now"]) == (0, True)
+    assert [
+        (tmp_path / name).read_bytes() + str((tmp_path / name).stat().st_mtime_ns).encode() for name in MADE
+    ] == made

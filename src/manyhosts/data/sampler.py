@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from manyhosts.cluster.place import Place
 from manyhosts.data import order
@@ -121,6 +121,12 @@ class Order(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The samples of this worker for each step that is left of the epoch under way."""
+        if isinstance(sys._getframe(1).f_locals.get("self"), BatchSampler):  # which would take a batch for a sample
+            raise ConfigError(
+                "mh.Order gives batches, and comes as the sampler of a DataLoader",
+                where="mh.Order",
+                fix="write DataLoader(dataset, batch_sampler=order), without batch_size, shuffle and drop_last",
+            )
         if self._read == self.position:
             raise ConfigError(
                 f"epoch {self.epoch} was read to its end, and read again it would be the same one: no step was counted",

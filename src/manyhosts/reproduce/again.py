@@ -82,7 +82,7 @@ class Again:
             return
         with tempfile.TemporaryDirectory(prefix="manyhosts-") as scratch:
             place = Path(scratch, Path(self.found.code.root).name or "code").resolve()
-            check_out(self.run_dir, self.found, place)
+            check_out(self.run_dir, self.found, place, began=self.record.started)
             yield place
 
     def words(self, root: Path) -> list[str]:
@@ -207,10 +207,11 @@ def see(found: Provenance) -> str:
 _NEVER = {".git", "__pycache__", ".venv", "runs"}
 
 
-def check_out(run_dir: Path, found: Provenance, place: Path) -> None:
+def check_out(run_dir: Path, found: Provenance, place: Path, *, began: float) -> None:
     """Put the code that `found` describes into the folder `place`, which is not there yet.
 
-    What the record has no copy of (data, mostly) is linked from where it was.
+    What the record has no copy of (data, mostly) is linked from where it was; but for files that were written since the
+    run `began`, which may be what it has made, and would be written over: those that it has read are copied.
 
     Raises:
         ConfigError: the repository, its commit or the changes cannot be had.
@@ -228,10 +229,29 @@ def check_out(run_dir: Path, found: Provenance, place: Path) -> None:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(kept, place / name)
     for path in _not_kept(root, run_dir, git_knows=bool(found.code.commit)):
-        link = place / path
-        if not link.exists():
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(root / path)
+        for older in _written_before(began, root, path):
+            link = place / older
+            if not link.exists():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(root / older)
+    for name in found.data:
+        copy = place / name
+        if not Path(name).is_absolute() and not copy.exists() and (root / name).is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, copy)
+
+
+def _written_before(began: float, root: Path, path: Path) -> Iterator[Path]:
+    """`path`, of a file or a folder below `root`, or what in it was not written since."""
+    entry = root / path
+    if entry.is_symlink() or not entry.is_dir():
+        if entry.lstat().st_mtime < began:
+            yield path
+    elif any(each.lstat().st_mtime >= began for each in entry.rglob("*") if each.is_symlink() or not each.is_dir()):
+        for each in sorted(entry.iterdir()):
+            yield from _written_before(began, root, path / each.name)
+    else:
+        yield path
 
 
 def _clone(root: Path, commit: str, place: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import manyhosts as mh
 from manyhosts.errors import ConfigError
@@ -107,3 +109,9 @@ def test_whether_the_last_batch_is_left_out_is_a_part_of_the_order() -> None:
     kept = mh.Order(20, batch_size=6, drop_last=True, rank=0, size=1).state_dict()
     with pytest.raises(ConfigError, match="had drop_last True"):
         mh.Order(20, batch_size=6, rank=0, size=1).load_state_dict(kept)
+
+
+def test_order_that_comes_as_the_sampler_of_single_samples_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=5, sampler=mh.Order(20, batch_size=5))
+    with pytest.raises(ConfigError, match="comes as the sampler of a DataLoader"):
+        next(iter(loader))

@@ -99,6 +99,8 @@ def _instead_of(path: Path) -> str:
     if re.fullmatch(r"\w+(\.\w+)+", path.name) and Path(f"{path.name.replace('.', '/')}.py").exists():
         return f"it is the name of a module: manyhosts run -m {path.name}"
     names = sorted(other.name for other in path.absolute().parent.glob("*.py"))
+    if spaced := [name for name in names if name.startswith(f"{path.name} ")]:
+        return f"put a name with spaces between quotes: {shlex.quote(str(path.with_name(spaced[0])))}"
     if not names:
         return f"`manyhosts init {shlex.quote(str(path.parent))}` writes one that runs"
     return f"{nearest(path.name, names) or nearest(f'{path.name}.py', names)}in that folder: {', '.join(names[:5])}"

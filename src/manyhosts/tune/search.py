@@ -60,7 +60,8 @@ class Parameter:
             try:
                 overrides.check_keys([name])
             except ConfigError as error:
-                fix = f"a flag of the script is written with its dashes: --search --{name}=…; {error.fix}"
+                fix = error.fix.replace("write --set ", "write --search ", 1)
+                fix = f"{fix}; a flag of the script is written with its dashes: --search --{name}=…"
                 raise ConfigError(error.what, where=f"--search {name}", fix=fix) from error
         kind, colon, numbers = spec.partition(":")
         if spec == "auto" and name == "lr":

@@ -29,6 +29,13 @@ def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     )
 
 
+def test_name_with_spaces_that_was_typed_without_quotes_is_named_with_them(tmp_path: Path) -> None:
+    (tmp_path / "my train.py").touch()
+    with pytest.raises(ConfigError) as caught:
+        scripts.check(str(tmp_path / "my"), "script")
+    assert caught.value.fix == f"put a name with spaces between quotes: '{tmp_path}/my train.py'"
+
+
 def test_folder_is_no_script_unless_python_can_run_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         scripts.check(str(tmp_path), "script")

@@ -282,6 +282,23 @@ def test_a_loss_of_ones_own_may_broadcast(tmp_path: Path) -> None:
     assert made.fit("1 step").steps == 1
 
 
+@pytest.mark.parametrize("subtracts", [torch.sub, lambda outputs, targets: nn.functional.mse_loss(outputs, targets)])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_loss_of_ones_own_that_holds_a_column_against_a_row_is_refused(subtracts: Any, tmp_path: Path) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return subtracts(outputs, targets).square().mean()
+
+    with pytest.raises(ConfigError, match=r"shape \(5, 1\) and the targets \(5,\).* gives 5 times 5 numbers"):
+        trainer(tmp_path, model=one_number(flat=False), loss=loss, data=regression(0)).fit("1 step")
+
+
+def test_loss_of_ones_own_may_make_pairs_of_its_own(tmp_path: Path) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets[None, :]).square().mean()
+
+    assert trainer(tmp_path, model=one_number(flat=False), loss=loss, data=regression(0)).fit("1 step").steps == 1
+
+
 def test_scores_without_a_row_for_each_sample_are_refused(tmp_path: Path) -> None:
     """Cross entropy would take the samples for the classes of one."""
     with pytest.raises(ConfigError, match="takes a row of scores, one for each class, for every sample") as caught:

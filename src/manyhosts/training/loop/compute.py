@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.world import is_connection_error
@@ -194,7 +195,8 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     """What `loss` says of what the model returned.
 
     Raises:
-        ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number.
+        ConfigError: it takes tensors alone, and the model returned something else; or it says more than one number; or
+            it holds each output against the targets of other samples by a rule of broadcasting.
     """
     name = _of_pytorch(loss)
     if name and not hasattr(type(outputs), "__torch_function__"):  # no tensor, nor what acts as one
@@ -205,8 +207,12 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
             fix="pass loss=function(outputs, targets) -> loss, which takes the tensor out of it, or "
             "step=function(model, batch) -> loss",
         )
-    if not name or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+    if not name:
+        shapes, rows = {tuple(outputs.shape), tuple(targets.shape)}, outputs.numel()
+        with _Meetings(outputs, targets) if rows > 1 and shapes == {(rows, 1), (rows,)} else _ALONE:
+            return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
     _check_shapes(name, outputs.shape, targets.shape)
     try:
         found = loss(outputs, targets)
@@ -230,6 +236,42 @@ _OF_PAIRS = {
 }  # fmt: skip
 """Losses of PyTorch that hold each output against the target in its place, and broadcast both without an error."""
 _BY_CLASS = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}
+
+
+class _Meetings(TorchFunctionMode):
+    """Within, a loss of the user's own is computed of outputs (N, 1) and targets (N), or the other way round.
+
+    Raises:
+        ConfigError: it subtracts them, say, which gives N times N numbers.
+    """
+
+    def __init__(self, outputs: Tensor, targets: Tensor) -> None:
+        super().__init__()
+        self.given, self.samples, self.meet = (outputs, targets), len(targets), False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        found, samples = func(*args, **(kwargs or {})), self.samples
+        pair = [each for each in args if isinstance(each, Tensor)][:2]
+        if {tuple(each.shape) for each in pair} == {(samples, 1), (samples,)}:
+            # Of one another, and not pairs that the loss makes of outputs alone, or of targets.
+            others = pair[0].untyped_storage().data_ptr() != pair[1].untyped_storage().data_ptr()
+            is_given = others and any(each is given for each in pair for given in self.given)
+            gives_all = getattr(func, "__name__", "") in _OF_PAIRS or getattr(found, "shape", ()) == (samples, samples)
+            self.meet |= is_given and gives_all
+        return found
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self.meet and error is None:
+            raise ConfigError(
+                f"the model's outputs have shape {tuple(self.given[0].shape)} and the targets "
+                f"{tuple(self.given[1].shape)}: the loss takes both together, which by broadcasting gives "
+                f"{self.samples} times {self.samples} numbers, of outputs with the targets of other samples",
+                where="mh.Trainer(loss=…)",
+                fix="give both one shape: outputs.squeeze(-1) in the loss, say; where all pairs are meant, write "
+                "targets[None, :]",
+            )
 
 
 def _of_pytorch(loss: Loss) -> str:

@@ -25,6 +25,7 @@ import manyhosts as mh
 from manyhosts.control.agent import host_state
 from manyhosts.errors import ConfigError
 from manyhosts.planner.fit import ways
+from manyhosts.training.setup import build, choose_strategy
 
 pytestmark = pytest.mark.multiprocess
 MUCH = 10**12
@@ -88,6 +89,25 @@ def test_worker_with_the_least_memory_decides_for_all(tmp_path: Path) -> None:
     for word in ("ddp needs", "fsdp zero=3, activation checkpointing needs", "kB parameters +", "and there are 2",
                  "rank 1", "to spare"):  # fmt: skip
         assert word in nothing, nothing
+
+
+def joined(rank: int, run_dir: Path) -> str:
+    """What is decided by a worker that comes to others: alone it would compute all of the batch."""
+    host_state.memory_left = lambda share=1: 0  # type: ignore[assignment]
+
+    def choose(given: choose_strategy.Given) -> Any:
+        given.world.is_joining = True
+        try:
+            return choose_strategy.choose(given)
+        finally:
+            given.world.is_joining = False
+
+    build.choose = choose
+    return name_of(trainer(run_dir, strategy="auto"))
+
+
+def test_worker_that_comes_to_others_is_not_refused_for_a_batch_of_which_it_will_have_a_share(tmp_path: Path) -> None:
+    assert run_ranks(1, joined, tmp_path) == ["single again"]  # with checkpoints it needs least
 
 
 def trained(rank: int, folder: Path) -> dict[str, str]:

@@ -123,6 +123,8 @@ def choose(given: Given) -> tuple[Settings, Training | None]:
     left, rank = _least(world, _memory_left(world, given.made))
     found = fit.ways(training, world.size)
     chosen = fit.simplest(found, left)
+    if chosen is None and world.is_joining:  # counted as if it computed all of the batch, of which it will have a share
+        chosen = min(found, key=lambda each: each.needed)
     if chosen is None:
         would_do = fit.workers_that_would_do(training, world.size, left)
         raise fit.none_fits(found, left, rank=rank, would_do=would_do, now=world.size)
@@ -131,7 +133,7 @@ def choose(given: Given) -> tuple[Settings, Training | None]:
     room = f"{bytes_in_words(left)}, what rank {rank} can have" if left < _MOST else "no one says how much that is"
     table = fit.table((each.name, each.memory) for each in found)
     words = f"strategy='auto' is {chosen.name}: the first of these that fits into the memory of each worker ({room})"
-    world.notes += ["\n  ".join([words, *table]), *notes]
+    world.notes += [] if world.is_joining else ["\n  ".join([words, *table]), *notes]
     again = "blocks" if chosen.checkpoints else settings.activation_checkpointing
     return replace(settings, strategy=chosen.strategy, activation_checkpointing=again), training
 

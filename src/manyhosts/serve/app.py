@@ -157,7 +157,8 @@ class Server:
         if self.options.token:
             guard = Middleware(_Token, token=self.options.token)
         else:  # no page from elsewhere may ask under a name of its own
-            guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(_LOOPBACK), www_redirect=False)
+            names = [*_LOOPBACK, self.options.host]
+            guard = Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
         return Starlette(
             routes=routes,
             middleware=[guard],

@@ -267,7 +267,7 @@ class _Shard:
 
 
 def _numbers_of_one(samples: Sequence[Any]) -> list[float]:
-    """What distinguishes the first of them: every step of a snapshot keeps it, so without the places of others."""
+    """What distinguishes the first of them, without the room for others: snapshots keep it of each shard."""
     return numbers_of(samples[:1])[:2]
 
 

@@ -443,7 +443,9 @@ def test_shard_that_goes_on_elsewhere_is_said_by_all_once(other: Uneven, way: st
     run.dataset, run.processes = other, int(way == "loader process")
     first, second = run.go(len(run.streams), 2)
     [said] = {step.said for step in first}
-    assert "shard 0 of 2 of the train stream does not continue where it was (nor does 1 more): after 12 samples" in said
+    assert (
+        "shard 0 of 2 of the train stream does not continue where it was (nor does 1 other): after 12 samples" in said
+    )
     assert [step.said for step in second] == [""] * len(second)
 
 

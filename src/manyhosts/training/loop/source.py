@@ -196,7 +196,8 @@ class ShardedSource(Source):
         """What is to be said of shards that continue elsewhere than where they were; empty where none does."""
         if not elsewhere:
             return ""
-        first, more = elsewhere[0], f" (nor does {len(elsewhere) - 1} more)" if len(elsewhere) > 1 else ""
+        first, others = elsewhere[0], len(elsewhere) - 1
+        more = f" (nor {'does 1 other' if others == 1 else f'do {others} others'})" if others else ""
         return (
             f"shard {first} of {len(progress.read)} of the {self.stream.name} stream does not continue where it "
             f"was{more}: after {progress.read[first]} samples of it another one comes than before; the epoch repeats "

@@ -157,8 +157,7 @@ class Server:
         if self.options.token:
             guard = Middleware(_Token, token=self.options.token)
         else:  # no page from elsewhere may ask under a name of its own
-            names = [*_LOOPBACK, self.options.host]
-            guard = Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
+            guard = Middleware(TrustedHostMiddleware, allowed_hosts=[*_LOOPBACK, self.options.host], www_redirect=False)
         return Starlette(
             routes=routes,
             middleware=[guard],

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from commands import alive_workers, finish, kill_all, start, steps_done, summary, wait_for_step
 from launching import agents, family, wait_until
+from ranks import run_ranks
 from runs import Recipe, Shards, samples_by_step, step_lines, trained
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
+import manyhosts as mh
+from manyhosts.events import Note
 from manyhosts.records.metrics import read
 
 pytestmark = pytest.mark.multiprocess
@@ -99,6 +107,43 @@ def test_virtual_workers_read_shards_of_their_own_with_the_same_bits_on_any_numb
     assert {each["result"]["weights_sha256"] for each in changed} == {alone["result"]["weights_sha256"]}
     assert samples_by_step(tmp_path / "parts") == samples_by_step(tmp_path / "alone")
     assert numbers_by_epoch(tmp_path / "parts") == [Shards(recipe("").samples).numbers(4)] * 2
+
+
+class Strays(IterableDataset[tuple[Tensor, Tensor]]):
+    """Whose last shard begins elsewhere where it `strays`."""
+
+    def __init__(self, strays: bool, first: int = 0, stride: int = 1) -> None:
+        self.strays, self.first, self.stride = strays, first, stride
+
+    def shard(self, index: int, count: int) -> Strays:
+        return Strays(self.strays, index + count * (self.strays and index == count - 1), count)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((torch.full((3,), float(each)), torch.zeros(1)) for each in range(self.first, 64, self.stride))
+
+
+def notes_of_resuming(rank: int, folder: Path) -> list[list[str]]:
+    """Of two runs: what is noted where a stream strays after the snapshot, and where it does not."""
+    found = []
+    for strays in (True, False):
+        for steps in (2, 4):
+            heard: list[Any] = []
+            mh.Trainer(
+                model=torch.nn.Linear(3, 1),
+                loss=torch.nn.MSELoss(),
+                optimizer=lambda params: torch.optim.SGD(params, lr=1e-4),
+                data=mh.Data(train=Strays(strays and steps > 2), batch_size=8),
+                run_dir=folder / str(strays),
+                listeners=[heard.append],
+            ).fit(f"{steps} steps")
+        found.append([each.text for each in heard if isinstance(each, Note) and "continue where it was" in each.text])
+    return found
+
+
+def test_shard_of_another_worker_that_goes_on_elsewhere_is_noted_by_rank_0(tmp_path: Path) -> None:
+    [[said], nothing], _ = run_ranks(2, notes_of_resuming, tmp_path)
+    assert said.startswith("shard 1 of 2 of the train stream does not continue where it was: after 8 samples of it")
+    assert nothing == []
 
 
 @pytest.mark.slow

@@ -102,6 +102,17 @@ def test_killed_workers_cost_a_step_each_and_no_bit(
     assert "on host" in output
 
 
+def test_line_says_that_what_own_batch_norm_layers_had_seen_is_lost(tmp_path: Path) -> None:
+    lost = {}
+    for layers in (True, False):
+        recipe = replace(RECIPE, duration="60 steps", batch_norm=layers, trainer={"batch_norm": "local"})
+        (folder := tmp_path / str(layers)).mkdir()
+        run_with_kills(folder, recipe, 2, [1], 60)
+        [line] = restarts(folder / "run")
+        lost[layers] = line["lost"]
+    assert lost == {True: "what a lost worker's BatchNorm layers had seen since their last mean", False: ""}
+
+
 def test_survivors_keep_no_socket_of_the_groups_that_broke_and_stay_in_the_range_of_ports(tmp_path: Path) -> None:
     ports = free_range(needed(workers=3))
     recipe, options = replace(RECIPE, duration="100000 steps"), ["--ports", str(ports)]

@@ -21,6 +21,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from manyhosts.data.cut import Cut
+from manyhosts.data.first_samples import are_alike, numbers_of
 from manyhosts.data.one_pass import Pass
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import LoadedPiece, PiecePlan, plan_pieces
@@ -28,7 +29,10 @@ from manyhosts.data.stream import Stream
 from manyhosts.errors import DataError
 
 States = Mapping[str, Mapping[str, Any]]
-"""What datasets said of where they were, by the number of their shard: `{"read": …, "dataset": …}`."""
+"""By the number of their shard: `{"read": …, "next": …}`, what distinguishes the sample that comes after so many.
+
+Datasets that say where they are have that under `"dataset"`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class ShardProgress:
         if "left" in stream:
             return cls(stream["read"], stream["left"], stream["states"])
         read = int(stream.get("read", sample))
-        return cls([read], [True], {"0": stream} if "dataset" in stream else {})
+        return cls([read], [True], {"0": stream} if {"dataset", "next"} & stream.keys() else {})
 
     @classmethod
     def of_all(cls, kept: Sequence[Mapping[str, Any]], sample: int) -> ShardProgress:
@@ -105,6 +109,8 @@ class Share:
     pieces: list[LoadedPiece]
     """Their weights are yet to be known: they depend on what the others have read."""
     states: States
+    elsewhere: Sequence[int] = ()
+    """Those of its shards that were opened again, and give another sample now than would have come before."""
 
 
 class ShardReader:
@@ -146,6 +152,7 @@ class ShardReader:
     def _share(self, epoch: int, parts: Mapping[int, Sequence[_Shard]], shards: int) -> Share:
         """The next samples of each part's shards, of which there are `shards` over all workers."""
         given, states, pieces = {}, {}, []
+        elsewhere = [shard.number for own in parts.values() for shard in own if shard.is_elsewhere]
         for part, own in parts.items():
             samples: list[Any] = []
             numbers = []
@@ -160,7 +167,7 @@ class ShardReader:
                 named = np.concatenate(numbers)[plan.indices]
                 pieces.append(self.stream.piece(epoch, samples, replace(plan, part=part), named))
         left = [shard.number for own in parts.values() for shard in own if shard.ahead]
-        return Share(epoch, given, left, pieces, states)
+        return Share(epoch, given, left, pieces, states, elsewhere)
 
     def _open(self, epoch: int, progress: ShardProgress) -> dict[int, list[_Shard]]:
         """The shards of which there is more, by the part that they belong to, each at its place."""
@@ -178,8 +185,9 @@ class ShardReader:
             for shard in range(*bounds(shards, self.cut.parts, part)):
                 if progress.left[shard]:
                     seen.append(self._dataset(shard, shards, seen))
-                    begun = self._begin(seen[-1], epoch, shard, shards, progress.states.get(str(shard)))
-                    parts[part].append(_Shard(self.stream, begun, shard, shards, progress.read[shard]))
+                    state = progress.states.get(str(shard))
+                    begun = self._begin(seen[-1], epoch, shard, shards, state)
+                    parts[part].append(_Shard(self.stream, begun, shard, shards, progress.read[shard], state or {}))
         return parts
 
     def _begin(self, dataset: Any, epoch: int, shard: int, shards: int, state: Mapping[str, Any] | None = None) -> Pass:
@@ -215,7 +223,10 @@ def shard_of(dataset: Any, index: int, count: int) -> Any:
 class _Shard:
     """A shard that is being read, a step ahead: only so is it known which step is its last."""
 
-    def __init__(self, stream: Stream, source: Pass, number: int, shards: int, read: int) -> None:
+    def __init__(
+        self, stream: Stream, source: Pass, number: int, shards: int, read: int, known: Mapping[str, Any]
+    ) -> None:
+        """`known`: what `state` was after so many samples of it, or fewer; may be empty."""
         begin, end = bounds(stream.batch, shards, number)
         self.source, self.number, self.drop_last = source, number, stream.drop_last
         self.most = end - begin
@@ -223,7 +234,10 @@ class _Shard:
         self.read = read
         """Samples that it has given."""
         self.state: Mapping[str, Any] | None = None
-        """What the dataset said of where it was after those; None where it does not say so, or is at its end."""
+        """What it takes to open it again after those; None at its end."""
+        known_at = int(known.get("read", read))
+        source.skip_to(known_at)
+        first = source.take(1) if known_at < read else []
         full = source.skip_to(read)
         self.ahead: list[Any] = self._next()
         if read and not (full and self.ahead):
@@ -233,20 +247,28 @@ class _Shard:
                 where=type(source.dataset).__name__,
                 fix="let it give the same samples each time that an epoch is read, and load_state_dict go where it was",
             )
+        expected = known.get("next") or []  # snapshots of before have none
+        self.is_elsewhere = bool(expected) and not are_alike(_numbers_of_one(first or self.ahead), expected[:2])
+        """Whether it has given nothing yet, and begins with another sample than came after `known`."""
 
     def step(self) -> list[Any]:
         """What it gives to the next step: nothing when it is at its end."""
-        samples, self.state = self.ahead, None
+        samples, self.state, self.is_elsewhere = self.ahead, None, False
         if samples:
             state = self.source.state()
             self.read += len(samples)
             self.ahead = self._next()
-            self.state = state if self.ahead and "dataset" in state else None
+            self.state = {**state, "next": _numbers_of_one(self.ahead)} if self.ahead else None
         return samples
 
     def _next(self) -> list[Any]:
         samples = self.source.take(self.most)
         return [] if self.drop_last and len(samples) < self.most else samples
+
+
+def _numbers_of_one(samples: Sequence[Any]) -> list[float]:
+    """What distinguishes the first of them, without the room for others: snapshots keep it of each shard."""
+    return numbers_of(samples[:1])[:2]
 
 
 def _numbers(shard: int, shards: int, read: int, count: int) -> Indices:

@@ -376,8 +376,9 @@ class Session:
 
         `forward(model, batch)`: what is wanted of a batch; without it `model(inputs)`, where an (inputs, targets) pair
         gives its inputs. It returns tensors `(samples of the batch, …)`, or tuples, lists and dicts of them. They come
-        back in the same form, over the entire dataset, on the CPU, with the same bits on any number of workers. Every
-        worker holds all of it: return what is wanted, not all that the model has. `weights` as in `test`.
+        back in the same form, over the entire dataset, on the CPU, with the same bits on any number of workers that
+        compute with as many threads. Every worker holds all of it: return what is wanted, not all that the model has.
+        `weights` as in `test`.
 
         Raises:
             ConfigError: `dataset` is a stream or a loader, or what comes out has no row for each sample.

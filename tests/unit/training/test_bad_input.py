@@ -333,6 +333,16 @@ def test_steps_that_were_left_out_are_counted_at_the_end(tmp_path: Path) -> None
     assert math.isfinite(json.loads((tmp_path / "summary.json").read_text())["train_loss"])
 
 
+def test_steps_that_were_left_out_are_counted_of_those_that_this_start_has_made(tmp_path: Path) -> None:
+    images, labels = images_and_labels(30)
+    images[[7, 17]] = math.nan
+    data = mh.Data(TensorDataset(images, labels), batch_size=5, shuffle=False)
+    for steps in (3, 6):
+        trainer(tmp_path, data=data, on_bad_step="skip").fit(f"{steps} steps")
+    notes = [line["text"] for line in events(tmp_path, "note") if "left out of" in line["text"]]
+    assert notes == ["1 step was left out of the 3 until here", "1 step was left out of steps 4 to 6"]
+
+
 @pytest.mark.parametrize(
     ("loss", "targets", "what", "fix"),
     [

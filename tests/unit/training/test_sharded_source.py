@@ -416,6 +416,68 @@ def test_shard_that_ends_before_the_place_where_it_was_left_is_an_error() -> Non
         run.go(2, 1)
 
 
+class Astray(Knowing):
+    """Goes where its state does not lead to."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"] + 1
+
+
+class Reordered(Uneven):
+    """Another order each time that it is made."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.items.reverse()
+
+
+@pytest.mark.parametrize("other", [Astray(80), Reordered(80)], ids=["load_state_dict", "__iter__"])
+@pytest.mark.parametrize("way", ["snapshot", "other number", "survivors", "loader process"])
+def test_shard_that_goes_on_elsewhere_is_said_by_all_once(other: Uneven, way: str) -> None:
+    run = Run(Knowing(80) if isinstance(other, Astray) else Uneven(80), 8, streams=[{}] * 2)
+    run.go(2, 3)
+    if way == "survivors":
+        run.survive([0, 1], 3)
+    elif way != "snapshot":
+        run.resume(3 if way == "other number" else 1)
+    run.dataset, run.processes = other, int(way == "loader process")
+    first, second = run.go(len(run.streams), 2)
+    [said] = {step.said for step in first}
+    assert (
+        "shard 0 of 2 of the train stream does not continue where it was (nor does 1 other): after 12 samples" in said
+    )
+    assert [step.said for step in second] == [""] * len(second)
+
+
+@pytest.mark.parametrize("kind", [Uneven, Knowing])
+def test_shard_that_goes_on_where_it_was_needs_no_word(kind: type[Uneven]) -> None:
+    """Also from what was known of it before the last step, by a snapshot of before, or where it was read whole."""
+    run = Run(kind(200), 16, streams=[{}] * 4)
+    run.go(4, 5)
+    said = []
+    for size in (2, 4, 3):
+        run.resume(size)
+        said += [step.said for step in run.go(size, 1)[0]]
+    run.survive([0, 1, 2], 3, behind=1)
+    said += [step.said for step in run.go(3, 1)[0]]
+    before = [
+        {**own, "states": {key: without_next(each) for key, each in own["states"].items()}} for own in run.streams
+    ]
+    run.streams = before
+    run.resume(2)
+    said += [step.said for step in run.go(2, 1)[0]]
+    whole = Stream(kind(40), batch=8, seed=3, name="train")
+    first = next(whole.steps(Cuts(Cut(1, 0, 1, None)), Position(), {}))
+    run = Run(kind(40), 8, position=first.after, streams=[first.stream])
+    run.resume(2)
+    said += [step.said for step in run.go(2, 1)[0]]
+    assert set(said) == {""}
+
+
+def without_next(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != "next"}
+
+
 def test_state_that_is_ahead_of_where_all_go_on_is_of_no_use() -> None:
     states = [{"0": {"read": read, "dataset": read}} for read in (4, 7, 8)]
     assert ShardProgress([7, 7], [True, True]).knowing(states).states == states[1]

@@ -1,4 +1,4 @@
-"""Evaluation: each sample once, shared out over the workers, with the same bits on any number of them.
+"""Evaluation: each sample once, shared out over the workers; the same bits on any number with as many threads.
 
 Each part of the samples (see `passes`) leaves its sum of losses and the states of the metrics (see `metrics`). Those
 are sent to every worker and merged in the order of the parts, so no bit depends on who computed what.

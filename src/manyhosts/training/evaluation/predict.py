@@ -1,8 +1,8 @@
 """Predictions: what a model makes of each sample of a dataset, in the dataset's order, on every worker.
 
-The samples are cut into the parts of an evaluation, so the bits are the same on any number of workers. These send each
-other what each part gave as soon as all have one: what is in memory is the answer, which every worker has complete, and
-one part of each worker.
+The samples are cut into the parts of an evaluation, so the bits are the same on any number of workers that compute with
+as many threads. These send each other what each part gave as soon as all have one: what is in memory is the answer,
+which every worker has complete, and one part of each worker.
 """
 
 from __future__ import annotations

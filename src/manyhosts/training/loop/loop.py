@@ -38,6 +38,8 @@ class StepReporter:
         """The last step that was reported and whose numbers were well."""
         self.left_out: set[int] = set()
         """Steps that were reported, and whose updates were left out."""
+        self.first: int | None = None
+        """The first step that was reported: others were before it where a run was resumed, or a worker came later."""
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Report the steps whose numbers have come, and take from them what the workers decide together.
@@ -57,6 +59,7 @@ class StepReporter:
             BadStep: its numbers are none, and all are to go back to before it.
             TrainingError: its numbers are none, and that ends the run.
         """
+        self.first = numbers.facts.step if self.first is None else self.first
         good = self.check(numbers)
         self.training.hear(numbers.control_flags)
         state, facts = self.training.state, numbers.facts
@@ -139,7 +142,9 @@ class StepReporter:
             raise self._end(what, f"steps {min(self.left_out)} to {max(self.left_out)}")
         if self.left_out:
             how_many = f"{len(self.left_out)} steps were" if len(self.left_out) > 1 else "1 step was"
-            text = f"{how_many} left out of the {self.training.state.step} until here"
+            first, last = self.first or 1, self.training.state.step
+            of_which = f"steps {first} to {last}" if first > 1 else f"the {last} until here"
+            text = f"{how_many} left out of {of_which}"
             self.training.emit(Note(text=text, step=self.training.state.step, time=time.time()))
 
     def _not_finite(self) -> str:

@@ -119,9 +119,9 @@ class ShardedSource(Source):
     """Steps of a stream of which every worker reads some shards.
 
     No one knows beforehand how long a shard is, so before each step the workers send each other how many samples each
-    shard gives and whether there is more of it; the epoch is over when all are. So each knows how far every shard has
-    been read. Costs one exchange of twice as many numbers as there are shards, and one. A shard stays with its worker
-    until the epoch is over.
+    shard gives, whether there is more of it, and whether it continues elsewhere than where it was; the epoch is over
+    when all are. So each knows how far every shard has been read. Costs one exchange of three times as many numbers as
+    there are shards, and one. A shard stays with its worker until the epoch is over.
     """
 
     stream: Stream
@@ -144,7 +144,7 @@ class ShardedSource(Source):
             pending = pending or next(own)
             share = pending if pending.epoch == epoch else Share(epoch, {}, [], [], {})
             shards = len(progress.read)
-            given, left, most_pieces = self._exchange(share, shards)
+            given, left, elsewhere, most_pieces = self._exchange(share, shards)
             total, going_on = sum(given), any(left)
             if not total:
                 raise self.stream.no_sample(epoch)
@@ -153,28 +153,56 @@ class ShardedSource(Source):
                 # A worker that has less than others shows the model a sample that counts for nothing.
                 ghost = (pieces or pending.pieces or [ghost or reader.ghost(epoch, shards)])[-1]
                 pieces = _leveled(pieces, self.cut, most_pieces, ghost)
-            taken = progress.taken(given)
+            taken, said = progress.taken(given), self._said(elsewhere, progress)
             progress = progress.after(given, left, share.states)
             after = Position(epoch, sum(progress.read)) if going_on else Position(epoch + 1)
             kept = progress.to_stream() if going_on else {}
-            yield Step(epoch, total, after, not going_on, pieces, taken, kept, shards, assignment=self.cut.assignment)
+            yield Step(
+                epoch,
+                total,
+                after,
+                not going_on,
+                pieces,
+                taken,
+                kept,
+                shards,
+                said=said,
+                assignment=self.cut.assignment,
+            )
             if share is pending:
                 pending = None
             if not going_on:
                 epoch, progress = epoch + 1, ShardProgress.at_beginning(reader.shards)
 
-    def _exchange(self, share: Share, shards: int) -> tuple[list[int], list[bool], int]:
-        """What each shard gives to the step, whether there is more of it, and the most pieces that a part has."""
+    def _exchange(self, share: Share, shards: int) -> tuple[list[int], list[bool], list[int], int]:
+        """What each shard gives to the step, whether there is more of it, which continue elsewhere than where they
+        were, and the most pieces that a part has.
+        """
         counts = Counter(piece.plan.part for piece in share.pieces)
-        mine = torch.zeros(2 * shards + 1, dtype=torch.int64)
+        mine = torch.zeros(3 * shards + 1, dtype=torch.int64)
         for shard, count in share.given.items():
             mine[shard] = count
         for shard in share.left:
             mine[shards + shard] = 1
+        for shard in share.elsewhere:
+            mine[2 * shards + shard] = 1
         mine[-1] = max(counts.values(), default=0)
         rows = self.world.stack(mine.to(self.world.device)).cpu()
-        sums = rows[:, :-1].sum(0).tolist()
-        return sums[:shards], [bool(more) for more in sums[shards:]], int(rows[:, -1].max())
+        given, left, elsewhere = rows[:, :-1].sum(0).reshape(3, shards).tolist()
+        odd = [shard for shard, is_it in enumerate(elsewhere) if is_it]
+        return given, [bool(more) for more in left], odd, int(rows[:, -1].max())
+
+    def _said(self, elsewhere: Sequence[int], progress: ShardProgress) -> str:
+        """What is to be said of shards that continue elsewhere than where they were; empty where none does."""
+        if not elsewhere:
+            return ""
+        first, others = elsewhere[0], len(elsewhere) - 1
+        more = f" (nor {'does 1 other' if others == 1 else f'do {others} others'})" if others else ""
+        return (
+            f"shard {first} of {len(progress.read)} of the {self.stream.name} stream does not continue where it "
+            f"was{more}: after {progress.read[first]} samples of it another one comes than before; the epoch repeats "
+            "some and leaves others out, unless shard, __iter__, state_dict and load_state_dict lead to the same ones"
+        )
 
     def of_snapshot(self, kept: Sequence[Mapping[str, Any]], rank: int, position: Position) -> Mapping[str, Any]:
         """How far every shard was read, with what all workers kept of theirs: any may be read by another now."""

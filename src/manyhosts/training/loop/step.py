@@ -231,7 +231,7 @@ class Stepper:
         if self.first_steps.stream_is_new:
             self.first_steps.stream_is_new = False
             compare_streams(parts.world, step)
-            parts.world.notes += [step.said] if step.said else []
+        parts.world.notes += [step.said] if step.said else []
         parts.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
         training.under_way, training.taken = number, step
         self.strategy.share_out(step.assignment)

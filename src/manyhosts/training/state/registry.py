@@ -16,6 +16,7 @@ from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
 from manyhosts.errors import ConfigError
 from manyhosts.snapshot.load import Loaded
+from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
 from manyhosts.training.state.buffers import put_transient, transient
@@ -54,12 +55,15 @@ class TrainerState:
         parts, membership = self.parts, self.parts.world.membership
         assert membership is not None, "only then do workers change"
         parts.recut(parts.batch)
-        lost = parts.strategy.resync(source, new=new, gone=gone)
+        lost = [parts.strategy.resync(source, new=new, gone=gone)]
+        if gone and own_statistics(parts):  # a new worker begins with those of another, which count once more
+            of_whom = "a lost worker's" if gone == 1 else f"{gone} lost workers'"
+            lost.append(f"what {of_whom} BatchNorm layers had seen since their last mean")
         share_optimizers(parts)
         if parts.own_step is not None:
             parts.own_step.on_world_changed()
         self.group = membership.group
-        return lost
+        return "; ".join(filter(None, lost))
 
     def everything(self, *, but_parts: bool = False) -> dict[str, Any]:
         """All of it; the tensors are those in use. `but_parts`: without what workers hold parts of."""

@@ -67,8 +67,8 @@ TABLE = (
     Row("`precision`", "from the first step on; the scale of `fp16` begins again", ("precision",)),
     Row(
         "`strategy` and its options, `mesh`, `compression`",
-        "all continue from the one model in the snapshot; what the strategy before had kept back begins again, unless"
-        " it is of the same kind and way of compression",
+        "all continue from the one model in the snapshot; what the strategy before had kept back begins again, as do "
+        "exact first steps (`sync_warmup`, `compression_warmup`), unless it is of the same kind and way of compression",
         ("strategy",),
     ),
     Row("`on_bad_step`", "from the first step on", ("on_bad_step",)),

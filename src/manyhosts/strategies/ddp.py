@@ -287,11 +287,18 @@ class DataParallel(UncutModel):
         if self.buckets is None or self.stopwatch is not None:
             return {**unfrozen}
         if self.buckets.compressor is None:
-            chosen = {"chosen": self.config.compression} if self.config.compression != self.asked else {}
-            return {**unfrozen, **chosen}
+            return {
+                **unfrozen,
+                **({"chosen": self.config.compression} if self.config.compression != self.asked else {}),
+            }
         order, kept = self.buckets.order, self.buckets.compressor.state_dict()
-        known = [order.present, [*order.in_parts]] if order.seen is None else []
-        return {"steps": self.steps, "chosen": self._chosen(), "order": known, **unfrozen, **kept}
+        return {
+            "steps": self.steps,
+            "chosen": self._chosen(),
+            "order": [order.present, [*order.in_parts]] if order.seen is None else [],
+            **unfrozen,
+            **kept,
+        }
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take up what every former worker kept back, shared out over those of now."""

@@ -39,7 +39,11 @@ class Row:
 
 TABLE = (
     Row("number of workers, hosts", "each batch is cut again"),
-    Row("`duration`", "the run ends where the new one says, counted from its very beginning"),
+    Row(
+        "`duration`",
+        "the run ends where the new one says, counted from its very beginning; a plateau schedule and early stopping "
+        "have counted the validation at the end of before",
+    ),
     Row(
         "`batch_size`, `batch_size_per_worker`",
         "from the first step on; the place in an epoch is counted in samples, so it continues there",

@@ -246,10 +246,10 @@ fit(model=Centred)
     ),
     "values of a step by their place": Fault(
         text="""
-from manyhosts.strategies.tally import Own
+from manyhosts.strategies.tally import LocalSums
 
-Own.fits = lambda self, names: not self.of or len(self.sums) == len(names)
-Own.in_places = lambda self, names, device: [
+LocalSums.fits = lambda self, names: not self.of or len(self.sums) == len(names)
+LocalSums.in_places = lambda self, names, device: [
     value.double().reshape(1) for value in self.sums.values()
 ][: len(names)]
 

@@ -143,6 +143,38 @@ fit()
     assert verdict.departure.amount == pytest.approx(1e-3, rel=0.2)
 
 
+@pytest.mark.parametrize("drawn", ["", pytest.param(" + 0.1 * torch.randn_like(inputs)", marks=pytest.mark.slow)])
+def test_small_fault_is_not_judged_where_a_script_cannot_be_run_in_float64(
+    drawn: str, tmp_path: Path, stage: LocalTrialRunner
+) -> None:
+    text = """
+class Cast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        return self.last(self.first(inputs DRAWN).tanh().to(torch.float32))
+
+
+def loss(outputs, targets):
+    mean = nn.functional.cross_entropy(outputs, targets)
+    return mean + WRONG * (len(outputs) > 6) * (mean - mean.detach())
+
+
+fit(model=Cast, loss=loss)
+"""
+    found = {}
+    for wrong in (0.0, 0.0015, 0.05):
+        script = Script(text.replace("DRAWN", drawn).replace("WRONG", f"{wrong}"), "workers")
+        (found[wrong],) = proof_of(script, tmp_path, stage).verdicts
+    assert [verdict.status for verdict in found.values()] == ["holds", "not judged", "fails"], found
+    assert "in float64" not in found[0.0].note
+    assert "in step 1 the gradient of first.weight departs by 1." in found[0.0015].note
+    assert "it could not be run in float64, where rounding and a small fault are told apart: " in found[0.0015].note
+    assert "must have the same dtype" in found[0.0015].note, "with the reason"
+
+
 def test_value_that_is_logged_and_no_mean_is_what_departs(tmp_path: Path, stage: LocalTrialRunner) -> None:
     text = (
         "def step(model, batch):\n"

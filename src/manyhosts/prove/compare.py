@@ -36,7 +36,7 @@ class Tolerance:
 
 FLOAT32 = Tolerance(gradient=1e-4, loss=2e-5, growth=20, noise=_NOISE, most=1e-3)
 FLOAT32_ALONE = Tolerance(gradient=3e-3, loss=3e-4, growth=100, noise=_NOISE)
-"""Where a script cannot be run in float64."""
+"""Where a script cannot be run in float64: beyond it a departure is a fault, and from `FLOAT32` up to it either."""
 FLOAT64 = Tolerance(gradient=1e-5, loss=1e-6, growth=20, noise=1e-6, most=1e-3)
 EXACT = replace(FLOAT64, noise=1e-12)
 """Where nothing was computed in float32 within, which shows in all larger gradients: they are equal to `PURE`."""

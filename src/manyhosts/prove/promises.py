@@ -17,7 +17,6 @@ from manyhosts.prove.compare import (
     PURE,
     Comparison,
     Departure,
-    Tolerance,
     amount_in_words,
 )
 from manyhosts.prove.experiments import Cause, Experimented
@@ -214,7 +213,8 @@ def same(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
             return _holds(promise, "bit for bit", ours, theirs)
         return _fails(trials, promise, one, other, found)
     first: Departure | None = None
-    if not (ours.trace.drew or theirs.trace.drew):
+    drew = bool(ours.trace.drew or theirs.trace.drew)
+    if not drew:
         comparison = Comparison(ours.trace, theirs.trace, FLOAT32)
         first = comparison.first_departure()
         if first is None and (ours.trace.is_plain or not _is_in_doubt(trials, one, comparison)):
@@ -223,7 +223,7 @@ def same(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
     if ours.trace.is_plain:
         note = f"{where}: {first}; what a step's batch is, and how the loss weighs it, is the script's own affair"
         return Verdict(promise=promise, status="not judged", note=note)
-    return _arbitrated(trials, promise, one, other, first)
+    return _arbitrated(trials, promise, one, other, drew=drew)
 
 
 def _is_in_doubt(trials: Trials, setup: Setup, comparison: Comparison) -> bool:
@@ -231,38 +231,59 @@ def _is_in_doubt(trials: Trials, setup: Setup, comparison: Comparison) -> bool:
     return comparison.grew or (bool(comparison.noise) and compare.small(trials.run(replace(setup, double=True)).trace))
 
 
-def _arbitrated(trials: Trials, promise: str, one: Setup, other: Setup, first: Departure | None) -> Verdict:
+def _arbitrated(trials: Trials, promise: str, one: Setup, other: Setup, *, drew: bool) -> Verdict:
     """Look at both again in float64 and without dropout, where neither rounding nor chance can be blamed."""
-    chance = first is None
     ours, theirs = (trials.run(replace(setup, double=True)) for setup in (one, other))
-    tolerance = FLOAT64
     if not (ours.trace.steps and theirs.trace.steps):
-        tolerance = FLOAT32_ALONE
         ours, theirs = (trials.run(replace(setup, no_dropout=True)) for setup in (one, other))
     if ours.trace.drew or theirs.trace.drew:
         return _by_address(trials, promise, ours.setup, theirs.setup)
-    comparison = Comparison(ours.trace, theirs.trace, tolerance)
-    found = comparison.first_departure()
-    if found is None and tolerance is FLOAT64:
+    comparison, found, doubt = _compared(trials, ours, theirs)
+    if found is None and ours.setup.double:
         found = Comparison(ours.trace, theirs.trace, EXACT).first_departure()
         if found is not None and comparison.largest_gradient > PURE:
             note = f"{found}, which is rounding where float32 is used within, and else a fault that Adam makes large"
             return Verdict(promise=promise, status="not judged", note=note)
     if found is None:
         size = amount_in_words(comparison.largest)
-        if comparison.grew:
-            note = (
+        if comparison.grew and not doubt:
+            doubt = (
                 f"no step departs much more than the one before, but in the end by {size}: rounding, or a small fault"
             )
-            return Verdict(promise=promise, status="not judged", note=note)
-        if chance:
+        if doubt:
+            return Verdict(promise=promise, status="not judged", note=doubt)
+        if drew:
             note = f"equal to {size} without dropout, whose masks differ; equal bits with virtual_workers"
         else:
-            note = f"departs by rounding alone: equal to {size} in float64"
+            note = f"departs by rounding alone: equal to {size}{' in float64' * ours.setup.double}"
         return _holds(promise, note, ours, theirs)
     if promise == "micro" and ours.trace.has_batch_norm:
-        return _but_for_batch_norm(trials, promise, ours.setup, theirs.setup, found, tolerance)
+        return _but_for_batch_norm(trials, promise, ours.setup, theirs.setup, found)
     return _fails(trials, promise, ours.setup, theirs.setup, found)
+
+
+def _compared(trials: Trials, ours: Trial, theirs: Trial) -> tuple[Comparison, Departure | None, str]:
+    """How two trials without chance compare: where they depart, and where that is not known, why.
+
+    In float32 what is within its bounds holds, and what is far beyond them does not; all between may be either.
+    """
+    if ours.setup.double:
+        comparison = Comparison(ours.trace, theirs.trace, FLOAT64)
+        return comparison, comparison.first_departure(), ""
+    comparison = Comparison(ours.trace, theirs.trace, FLOAT32)
+    departs: Departure | str | None = comparison.first_departure()
+    if comparison.grew and departs is None:
+        departs = f"in the end they depart by {amount_in_words(comparison.largest)}"
+    found = Comparison(ours.trace, theirs.trace, FLOAT32_ALONE).first_departure()
+    if departs is None or found is not None:
+        return comparison, found, ""
+    one, other = ours.setup, theirs.setup
+    tried = (
+        trials.run(Setup(workers=each.workers, settings=each.settings, double=True)).error for each in (one, other)
+    )
+    why = next((f": {error.what}" for error in tried if error is not None), "")
+    doubt = f"{departs}; it could not be run in float64, where rounding and a small fault are told apart{why}"
+    return comparison, None, doubt
 
 
 def _by_address(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdict:
@@ -284,9 +305,11 @@ def _by_address(trials: Trials, promise: str, one: Setup, other: Setup) -> Verdi
     if why := _not_comparable(ours, theirs):
         note = f"{draws}; without, that could not be tried, because {why}: set virtual_workers, or compare two runs"
         return Verdict(promise=promise, status="not judged", note=note)
-    comparison = Comparison(ours.trace, theirs.trace, FLOAT64 if one.double else FLOAT32_ALONE)
-    if (found := comparison.first_departure()) is not None:
+    comparison, found, doubt = _compared(trials, ours, theirs)
+    if found is not None:
         return _fails(trials, promise, plain[0], plain[1], found)
+    if doubt:
+        return Verdict(promise=promise, status="not judged", note=f"{draws}; without, {doubt}")
     if (verdict := _with_rows_drawn(trials, promise, plain[0], plain[1], draws)) is not None:
         return verdict
     size = amount_in_words(comparison.largest)
@@ -299,15 +322,14 @@ def _with_set_draws(trials: Trials, promise: str, one: Setup, other: Setup) -> V
     ours, theirs = (trials.run(replace(setup, set_draws=True)) for setup in (one, other))
     if why := _not_comparable(ours, theirs):
         return Verdict(promise=promise, status="not judged", note=f"{draws}; with set ones {why}")
-    tolerance = FLOAT64 if one.double else FLOAT32_ALONE
-    comparison = Comparison(ours.trace, theirs.trace, tolerance)
-    found = comparison.first_departure()
+    comparison, found, doubt = _compared(trials, ours, theirs)
     if found is not None and ours.trace.has_batch_norm:
-        return _but_for_batch_norm(trials, promise, ours.setup, theirs.setup, found, tolerance)
+        return _but_for_batch_norm(trials, promise, ours.setup, theirs.setup, found)
     if found is not None:
         return _fails(trials, promise, ours.setup, theirs.setup, found)
-    verdict = _with_rows_drawn(trials, promise, ours.setup, theirs.setup, draws) if found is None else None
-    if verdict is not None:
+    if doubt:
+        return Verdict(promise=promise, status="not judged", note=f"{draws}; with set ones {doubt}")
+    if (verdict := _with_rows_drawn(trials, promise, ours.setup, theirs.setup, draws)) is not None:
         return verdict
     size = amount_in_words(comparison.largest)
     return _holds(promise, f"{draws}: equal to {size} where all that is drawn is one value", ours, theirs)
@@ -323,7 +345,9 @@ def _with_rows_drawn(trials: Trials, promise: str, one: Setup, other: Setup, dra
     ours, theirs = map(trials.run, pair)
     if why := _not_comparable(ours, theirs):
         return Verdict(promise=promise, status="not judged", note=f"{draws}; with some for each sample {why}")
-    found = Comparison(ours.trace, theirs.trace, FLOAT64 if one.double else FLOAT32_ALONE).first_departure()
+    _, found, doubt = _compared(trials, ours, theirs)
+    if doubt:
+        return Verdict(promise=promise, status="not judged", note=f"{draws}; with some for each sample {doubt}")
     if found is None:
         return None
     if len(ours.trace.drawn | theirs.trace.drawn) == 1 and not ours.trace.has_batch_norm:
@@ -332,15 +356,16 @@ def _with_rows_drawn(trials: Trials, promise: str, one: Setup, other: Setup, dra
     return Verdict(promise=promise, status="not judged", note=note)
 
 
-def _but_for_batch_norm(
-    trials: Trials, promise: str, one: Setup, other: Setup, found: Departure, tolerance: Tolerance
-) -> Verdict:
+def _but_for_batch_norm(trials: Trials, promise: str, one: Setup, other: Setup, found: Departure) -> Verdict:
     """Whether two trials with forward passes of other sizes are equal where BatchNorm has its running statistics."""
     frozen = [trials.run(replace(setup, freeze_batch_norm=True)) for setup in (one, other)]
-    if Comparison(frozen[0].trace, frozen[1].trace, tolerance).first_departure() is None:
-        note = f"but for BatchNorm, which sees one forward pass at a time: {found}"
-        return Verdict(promise=promise, status="holds", note=note)
-    return _fails(trials, promise, one, other, found)
+    _, departs, doubt = _compared(trials, frozen[0], frozen[1])
+    if departs is not None:
+        return _fails(trials, promise, one, other, found)
+    note = f"but for BatchNorm, which sees one forward pass at a time: {found}"
+    if doubt:
+        return Verdict(promise=promise, status="not judged", note=f"{note}; without that {doubt}")
+    return Verdict(promise=promise, status="holds", note=note)
 
 
 def _not_comparable(*pair: Trial) -> str:

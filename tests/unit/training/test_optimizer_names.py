@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, SequentialLR
 
 from manyhosts.errors import SnapshotError
+from manyhosts.records.contents import unflatten
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.training.setup.trained_module import ModelAndLoss, names_kept
-from manyhosts.training.state.optimizer_state import by_name, load_by_name
+from manyhosts.training.state.optimizer_state import InitialOptimizer, by_name, load_by_name, options_of
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -204,3 +207,35 @@ def test_kernels_are_those_of_the_optimizer_that_goes_on() -> None:
     ours = torch.optim.Adam(module.parameters(), foreach=False)
     load_by_name(ours, module, kept)
     assert [(group["fused"], group["foreach"]) for group in ours.param_groups] == [(None, False)]
+
+
+def test_worker_that_joins_has_the_rates_that_the_others_began_with() -> None:
+    def made(lr: float) -> tuple[InitialOptimizer, Optimizer, dict[str, LRScheduler]]:
+        model = nn.Linear(3, 2)
+        groups = [
+            {"params": [model.weight], "filter": torch.relu},
+            {"params": [model.bias], "lr": torch.tensor(3 * lr)},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=lr)
+        options, parts = (
+            options_of(optimizer),
+            (LambdaLR(optimizer, lambda step: step + 1), MultiStepLR(optimizer, [2])),
+        )
+        schedules: dict[str, LRScheduler] = {"": SequentialLR(optimizer, [*parts], [2])}
+        named = {"": optimizer}
+        return (
+            InitialOptimizer.of(optimizer, schedules, named=named, options=options, model=model),
+            optimizer,
+            schedules,
+        )
+
+    first, *old = made(0.2)
+    joined, *new = made(0.1)
+    flat = flatten(first.given())
+    joined = joined.taken(unflatten(json.loads(json.dumps(flat.nodes)), flat.tensors))
+    assert joined.asked == first.asked
+    assert joined.given() == first.given()
+    for initial, (optimizer, schedules) in ((first, old), (joined, new)):
+        initial.after_steps(optimizer, schedules, steps=5, kept={}, asked={})
+        assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.02, 0.06])
+        assert optimizer.param_groups[0]["filter"] is torch.relu

@@ -188,6 +188,22 @@ class InitialOptimizer:
         states = {name: copy.deepcopy(each.state_dict()) for name, each in schedules.items()}
         return cls(asked, options_of(optimizer), states)
 
+    def given(self) -> dict[str, Any]:
+        """All of it, for a worker that joins: it made its own alone, and rates may follow the number of workers."""
+        return {
+            "asked": self.asked,
+            "options": [{key: each[key] for key in _plain_options(each)} for each in self.options],
+            "schedules": {name: without_functions(each) for name, each in self.schedules.items()},
+        }
+
+    def taken(self, given: Mapping[str, Any]) -> InitialOptimizer:
+        """As that of the worker which gave `given`; what is no plain value, as functions, is this one's."""
+        return InitialOptimizer(
+            given["asked"],
+            [{**own, **each} for own, each in zip(self.options, given["options"], strict=True)],
+            {name: {**own, **given["schedules"][name]} for name, own in self.schedules.items()},
+        )
+
     def after_steps(
         self,
         optimizer: Optimizer,
@@ -268,6 +284,15 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a schedule's state what can be kept: functions the script makes again."""
+    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
+
+
+def _has_callable(value: Any) -> bool:
+    return isinstance(value, list) and any(callable(item) for item in value)
 
 
 def _resume_plateau(

@@ -20,7 +20,7 @@ from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
 from manyhosts.training.state.buffers import put_transient, transient
-from manyhosts.training.state.optimizer_state import by_name, load_by_name
+from manyhosts.training.state.optimizer_state import by_name, load_by_name, without_functions
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.sharded_state import TakenUp, as_held, full_values, local_state, put_cut
 
@@ -71,6 +71,7 @@ class TrainerState:
             "kept": _equal_everywhere(self.parts) if but_parts else given_to_copy(self.parts),
             "strategy": self.parts.strategy.shared_state(),
             "batch": self.parts.batch,
+            "initial optimizer": None if but_parts else self.parts.initial_optimizer.given(),
             "run": None if self.run is None else self.run.to_dict(),
         }
 
@@ -83,6 +84,8 @@ class TrainerState:
         if not own:
             self.parts.strategy.take_shared(given["strategy"])
         self.parts.batch = given["batch"]
+        if given["initial optimizer"] is not None:
+            self.parts.initial_optimizer = self.parts.initial_optimizer.taken(given["initial optimizer"])
         if self.run is not None and given["run"] is not None:
             self.run.become(RunState.from_dict(given["run"], given.get("stream", {})))
 
@@ -133,7 +136,7 @@ def training_state_dict(parts: Parts) -> dict[str, Any]:
 def _equal_everywhere(parts: Parts) -> dict[str, Any]:
     """Of that what is equal on all workers, also where each has a part of the model."""
     return {
-        "schedule": {} if parts.schedule is None else _plain(parts.schedule.state_dict()),
+        "schedule": {} if parts.schedule is None else without_functions(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
         "random": {"torch": torch.get_rng_state()},
         "objects": {name: each.state_dict() for name, each in parts.objects.items()},
@@ -254,12 +257,3 @@ def load_model(model: nn.Module, weights: dict[str, Any], *, may_lack: Collectio
         model.load_state_dict(weights)  # says what is wrong
     for name in expanded:
         write(own[name], weights[name])
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A schedule's state without what cannot be kept: functions, which the script makes again."""
-    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
-
-
-def _has_callable(value: Any) -> bool:
-    return isinstance(value, list) and any(callable(item) for item in value)

@@ -50,6 +50,7 @@ SURE = 1e-6
 """What differs by a smaller share is equal; what differs by more is looked at in float64, where that can be."""
 _SURE_IN_DOUBLE = 1e-11
 _NEAR = 30
+"""Of two rules that hold, one that is off by so many times more than the other is not the loss's."""
 _OF_NORMS = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_COPIED = 1 << 28
 """Elements of parameters that are copied for a look in float64; others share those of the model."""

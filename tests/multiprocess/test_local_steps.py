@@ -172,6 +172,7 @@ def test_rounds_grow_with_the_square_of_what_the_learning_rate_has_fallen_by(tmp
 def test_fragments_take_their_turns_in_a_round_that_has_grown(tmp_path: Path) -> None:
     strategy = mh.DiLoCo(sync_every=2, fragments=2, overlap_steps=1, sync_rule="quadratic", sync_at_most=9)
     run_ranks(2, train_with_falling_rate, strategy, tmp_path)
-    sent = [line["step"] for line in step_lines(tmp_path) if line["bytes_sent"] > 560]
+    # In the first step they tell each other what a look at the loss has shown.
+    sent = [line["step"] for line in step_lines(tmp_path)[1:] if line["bytes_sent"] > 560]
     # Counted when it has arrived, a step after it was sent: at the middle and the end of each round.
-    assert sent == [2, 3, 4, 5, 6, 7, 11, 15, 19, 24], "a look at the loss sends less"
+    assert sent == [2, 3, 4, 5, 6, 7, 10, 11, 15, 19, 24], "and in the tenth"

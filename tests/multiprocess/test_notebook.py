@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
-from launching import environment, wait_until
+from launching import MANYHOSTS, environment, wait_until
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -180,3 +180,17 @@ def test_module_next_to_the_program_is_found_and_each_call_gives_back_its_own_re
         done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=120)
         assert done.stdout.splitlines()[-1:] == ["8 10 None"], done.stdout + done.stderr
         assert (place / "was-called").exists()
+
+
+def test_worker_starts_no_workers_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "nested.py").write_text("import manyhosts as mh\nmh.launch.run(print, [1], workers=2)\n")
+    words = [*MANYHOSTS, "run", "--workers", "2", "nested.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "this is a worker of a run already" in done.stderr) == (2, True), done.stderr
+    assert "`python PROGRAM`" in done.stderr
+
+
+def test_argument_by_another_name_is_answered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch.run(print, [1], nprocs=2)  # type: ignore[call-arg]
+    assert (caught.value.what, caught.value.fix) == ("mh.launch.run has no argument 'nprocs'", "workers=2")

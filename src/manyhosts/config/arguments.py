@@ -184,19 +184,20 @@ _TAKEN: dict[str, Sequence[str]] = {}
 def answers(
     who: str, elsewhere: Mapping[str, str], *, more: Collection[str] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have a method answer arguments that it does not know, or lacks, with a sentence, before Python does.
+    """Have a method or a function answer arguments that it does not know, or lacks, with a sentence of its own.
 
     What it raises has the words of the object that it is called of, where that has a method `rename`. `more`: names
     that its `**` takes.
     """
 
     def around(method: Callable[P, R]) -> Callable[P, R]:
-        _TAKEN[who] = [name for name in inspect.signature(method).parameters if name != "self"]
+        parameters = inspect.signature(method).parameters
+        _TAKEN[who] = [name for name in parameters if name != "self"]
 
         @functools.wraps(method)
         def checked(*given: P.args, **named: P.kwargs) -> R:
             try:
-                check_by_name(method, who, elsewhere, given[1:], named, more)
+                check_by_name(method, who, elsewhere, given["self" in parameters :], named, more)
                 return method(*given, **named)
             except ManyhostsError as error:
                 if given and hasattr(given[0], "rename"):

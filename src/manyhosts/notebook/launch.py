@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhosts.config.arguments import answers
 from manyhosts.control.display import Display, PlainDisplay
 from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import launch
@@ -125,6 +126,15 @@ main(__file__, sys.argv[1])
 _INTERRUPTED = 130
 
 
+_BY_OTHER_NAMES = {
+    **dict.fromkeys(("nprocs", "num_processes", "nproc_per_node", "world_size"), "workers=2"),
+    **dict.fromkeys(
+        ("args", "kwargs"), "the second argument is a list of what the function is given: run(train, [0.1])"
+    ),
+}
+
+
+@answers("mh.launch.run", _BY_OTHER_NAMES)
 def run(  # noqa: PLR0913  # what `manyhosts run` takes
     task: str | os.PathLike[str] | Callable[..., Any],
     arguments: Sequence[Any] = (),
@@ -163,10 +173,17 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         them. Of a script: 0, or 130 if it was interrupted.
 
     Raises:
-        ConfigError: there is no such script, the function cannot travel, or a number makes no sense.
+        ConfigError: there is no such script, the function cannot travel, a number makes no sense, or this process is a
+            worker itself.
         KeyboardInterrupt: a function was interrupted; its workers have ended.
         ManyhostsError: workers failed; the error is that of the one that failed first.
     """
+    if {"RANK", "TORCHELASTIC_RUN_ID"} <= os.environ.keys():
+        raise ConfigError(
+            "this is a worker of a run already, and each of its workers would start a run of its own",
+            where="mh.launch.run",
+            fix="start the program by itself, `python PROGRAM`, and it starts the workers; or call the function in it",
+        )
     if not callable(task) and not isinstance(task, str | os.PathLike):
         raise ConfigError(
             f"a {type(task).__name__} comes where a script's path or a function belongs",

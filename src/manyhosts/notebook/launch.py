@@ -182,8 +182,8 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         raise ConfigError(
             "this is a worker of a run already, and each of its workers would start a run of its own",
             where="mh.launch.run",
-            fix="start the program that calls it by itself, `python PROGRAM`; what runs on workers trains, and does not "
-            "call it again",
+            fix="start the program that calls it by itself, `python PROGRAM`; what runs on workers does not call "
+            "it again",
         )
     if not callable(task) and not isinstance(task, str | os.PathLike):
         raise ConfigError(

@@ -175,20 +175,21 @@ class Saver:
         """See that no other process saves in the folder: each would delete what is old of the other's. A script that
         only resumes, to evaluate say, may come at any time.
         """
-        other = ""
+        is_anothers = False
         if self.store is not None:
             try:
                 self._lock = self._lock or run_lock.take(self.folder, run_lock.token_of_this_run())
                 if self._lock is not None:
                     self._lock.check()
-            except ConfigError as error:
-                other = error.what
+            except ConfigError:
+                is_anothers = True
             except OSError:  # a disk that takes no lock
                 self._lock = None
         self._is_begun = True
-        if _agreed(bool(other)):
+        if _agreed(is_anothers):
+            owner = run_lock.owner_of(self.folder)
             raise ConfigError(
-                other or "another process saves in this folder",
+                "another process saves in this folder" if owner is None else owner.refusal(self.folder).what,
                 where=f"mh.Saver, {self.folder}",
                 fix="wait for its end or end it, or give another folder",
             )

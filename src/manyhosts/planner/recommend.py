@@ -20,6 +20,8 @@ SIZE_TOLERANCE = 1.02
 TOLERANCE = 1.05
 """What is advised takes at most so many times the time of the fastest."""
 
+_BEYOND = 1.15
+"""Caches may make several workers as much faster than one; more has another cause."""
 LIMITS = {
     "compute": "computing",
     "straggler": "waiting for the slowest worker",
@@ -88,8 +90,8 @@ def recommend(found: Sequence[Prediction]) -> Recommendation:
     runner_up = min(others, key=_time, default=None)
     up = _best(each for each in steady if each.nodes == 1 and each.workers > 1)
     out = _best(each for each in steady if each.nodes > 1)
-    sentences = [_what(best), _limit(best), _margin(best, runner_up), _up_or_out(up, out), _cheapest(best, steady)]
-    sentences.append(_otherwise(best, fastest_alone))
+    sentences = [_what(best), _doubt(best), _limit(best), _margin(best, runner_up), _up_or_out(up, out)]
+    sentences += [_cheapest(best, steady), _otherwise(best, fastest_alone)]
     return Recommendation(
         best=best, next=runner_up, otherwise=fastest_alone, up=up, out=out,
         why=" ".join(sentence for sentence in sentences if sentence),
@@ -125,6 +127,16 @@ def _change(each: Prediction) -> tuple[int, str, float]:
 def _what(best: Prediction) -> str:
     percent = round(100 * best.efficiency)
     return f"{name_of(best)}: an epoch in {seconds_in_words(best.epoch_seconds)}, at {percent} % efficiency."
+
+
+def _doubt(best: Prediction) -> str:
+    """Of workers that share out what one does, and are said to be faster than that."""
+    if best.efficiency <= _BEYOND:
+        return ""
+    return (
+        f"That is more than {best.workers} times as fast as one, which was slow when it was measured: by other load, or "
+        "by threads that wait for each other. Plan again on a quiet machine, and try one worker with --set threads=1."
+    )
 
 
 def _limit(best: Prediction) -> str:

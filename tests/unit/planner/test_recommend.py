@@ -32,6 +32,13 @@ def test_on_a_network_that_costs_nothing_all_machines_train_and_nothing_is_lost(
     assert "The limit is computing" in found.why
 
 
+def test_workers_that_are_said_to_be_faster_than_so_many_are_doubted() -> None:
+    found = predictions(MEASURED, machines(2), machines(2).sizes(), ways(MEASURED))
+    assert "quiet machine" not in recommend(found).why
+    slowed = [replace(each, efficiency=2.7 if each.workers > 1 else 1.0) for each in found]
+    assert "That is more than 2 times as fast as one" in recommend(slowed).why
+
+
 def test_limit_is_what_more_workers_do_not_shrink() -> None:
     assert "The limit is the optimizer's step, 14 % of a step of 0.36 s." in advice(machines(8)).why
 

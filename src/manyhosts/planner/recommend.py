@@ -130,12 +130,12 @@ def _what(best: Prediction) -> str:
 
 
 def _doubt(best: Prediction) -> str:
-    """Of workers that share out what one does, and are said to be faster than that."""
+    """Of workers that share out what one does, and are said to be far faster than that."""
     if best.efficiency <= _BEYOND:
         return ""
     return (
-        f"That is more than {best.workers} times as fast as one, which was slow when it was measured: by other load, or "
-        "by threads that wait for each other. Plan again on a quiet machine, and try one worker with --set threads=1."
+        f"That is more than {best.workers} times as fast as one, which was slow when it was measured: by other load, or"
+        " by threads that wait for each other. Plan again on a quiet machine, and try one worker with --set threads=1."
     )
 
 

@@ -211,7 +211,7 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
     if not name:
         shapes, rows = {tuple(outputs.shape), tuple(targets.shape)}, outputs.numel()
-        with _Meetings(outputs, targets) if rows > 1 and shapes == {(rows, 1), (rows,)} else _ALONE:
+        with _BroadcastCheck(outputs, targets) if rows > 1 and shapes == {(rows, 1), (rows,)} else _ALONE:
             return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
     _check_shapes(name, outputs.shape, targets.shape)
     try:
@@ -238,7 +238,7 @@ _OF_PAIRS = {
 _BY_CLASS = {"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"}
 
 
-class _Meetings(TorchFunctionMode):
+class _BroadcastCheck(TorchFunctionMode):
     """Within, a loss of the user's own is computed of outputs (N, 1) and targets (N), or the other way round.
 
     Raises:
@@ -247,7 +247,7 @@ class _Meetings(TorchFunctionMode):
 
     def __init__(self, outputs: Tensor, targets: Tensor) -> None:
         super().__init__()
-        self.given, self.samples, self.meet = (outputs, targets), len(targets), False
+        self.given, self.samples, self.broadcasts = (outputs, targets), len(targets), False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
@@ -258,12 +258,12 @@ class _Meetings(TorchFunctionMode):
             others = pair[0].untyped_storage().data_ptr() != pair[1].untyped_storage().data_ptr()
             is_given = others and any(each is given for each in pair for given in self.given)
             gives_all = getattr(func, "__name__", "") in _OF_PAIRS or getattr(found, "shape", ()) == (samples, samples)
-            self.meet |= is_given and gives_all
+            self.broadcasts |= is_given and gives_all
         return found
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if self.meet and error is None:
+        if self.broadcasts and error is None:
             raise ConfigError(
                 f"the model's outputs have shape {tuple(self.given[0].shape)} and the targets "
                 f"{tuple(self.given[1].shape)}: the loss takes both together, which by broadcasting gives "

@@ -98,6 +98,10 @@ def _instead_of(path: Path) -> str:
         return f"put a duration between quotes, as in --set duration='2 {path.name}'"
     if re.fullmatch(r"\w+(\.\w+)+", path.name) and Path(f"{path.name.replace('.', '/')}.py").exists():
         return f"it is the name of a module: manyhosts run -m {path.name}"
+    if not path.parent.exists() and Path(path.name).exists():
+        return (
+            f"there is no folder {str(path.parent)!r}, and here is {path.name}: manyhosts run {shlex.quote(path.name)}"
+        )
     names = sorted(other.name for other in path.absolute().parent.glob("*.py"))
     if spaced := [name for name in names if name.startswith(f"{path.name} ")]:
         return f"put a name with spaces between quotes: {shlex.quote(str(path.with_name(spaced[0])))}"

@@ -29,6 +29,14 @@ def test_script_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     )
 
 
+def test_script_that_is_here_and_not_in_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    with pytest.raises(ConfigError) as caught:
+        scripts.check("src/train.py", "script")
+    assert caught.value.fix == "there is no folder 'src', and here is train.py: manyhosts run train.py"
+
+
 def test_name_with_spaces_that_was_typed_without_quotes_is_named_with_them(tmp_path: Path) -> None:
     (tmp_path / "my train.py").touch()
     with pytest.raises(ConfigError) as caught:

@@ -44,3 +44,9 @@ def test_runs_that_start_in_the_same_second_have_a_directory_each(tmp_path: Path
     started = [subprocess.Popen(words, cwd=tmp_path, env=environment()) for _ in range(3)]
     assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
     assert len(list((tmp_path / "runs").glob("script-*"))) == 3
+
+
+def test_run_that_never_began_leaves_no_directory(tmp_path: Path) -> None:
+    words = [*MANYHOSTS, "run", "--hosts", "nowhere.invalid", str(write_script(tmp_path, "print('ran')"))]
+    assert subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, timeout=120).returncode != 0
+    assert not list((tmp_path / "runs").glob("*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -233,6 +234,9 @@ def run(**words: Any) -> int:
             code = launcher.submit(plan, display)
         finally:
             display.close()
+            if not job.run_dir_is_chosen:
+                with contextlib.suppress(OSError):
+                    job.run_dir.rmdir()  # of a run that never began: an empty one
     named_runs.keep_interruption(job.run_dir, interrupted=code == _INTERRUPTED)
     return code
 

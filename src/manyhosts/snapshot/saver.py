@@ -257,6 +257,7 @@ class Saver:
             self._report()
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     def _report(self) -> None:
         assert self.store is not None, "rank 0 writes"

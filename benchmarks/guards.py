@@ -51,7 +51,7 @@ def train(name: str, folder: str, *, looks: bool) -> dict[str, Any]:
     from torch.utils.data import TensorDataset
 
     import manyhosts as mh
-    from manyhosts.training.loss_weights import counting
+    from manyhosts.training.loop import counting
 
     taken: list[float] = []
     look = counting.LossWeights.looked_at

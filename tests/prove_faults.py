@@ -134,8 +134,8 @@ fit(model=images, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, fu
     ),
     "class weights that do not count": Fault(
         text=f"""
-from manyhosts.training.loss_weights import counting
-from manyhosts.training.loss_weights import weighing
+from manyhosts.training.loop import counting
+from manyhosts.loss import weighing
 
 counting.LossWeights.heed = {_NOTHING}
 weighing.class_mean = lambda _: None
@@ -148,8 +148,8 @@ fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0, 10.0])))
     ),
     "a loss that is a sum": Fault(
         text=f"""
-from manyhosts.training.loss_weights import counting
-from manyhosts.training.loss_weights import weighing
+from manyhosts.training.loop import counting
+from manyhosts.loss import weighing
 
 counting.LossWeights.heed = {_NOTHING}
 weighing.refuse_sum = {_NOTHING}
@@ -162,7 +162,7 @@ fit(loss=nn.CrossEntropyLoss(reduction="sum"), optimizer=lambda p: torch.optim.S
     ),
     "samples that are compared with each other": Fault(
         text=f"""
-from manyhosts.training.loss_weights import counting
+from manyhosts.training.loop import counting
 
 counting.LossWeights.heed = {_NOTHING}
 
@@ -181,7 +181,7 @@ fit(step=contrasted)
     ),
     "ignored targets that count": Fault(
         text="""
-from manyhosts.training.loss_weights import weighing
+from manyhosts.loss import weighing
 
 weighing.class_mean = lambda _: None
 targets[:40] = -100

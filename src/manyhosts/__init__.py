@@ -45,7 +45,7 @@ _PUBLIC = {
     "Trainer": "manyhosts.training.trainer",
     "WandbLogger": "manyhosts.listeners.trackers",
     "balanced": "manyhosts.data.drawing",
-    "groups": "manyhosts.training.setup.parameter_groups",
+    "groups": "manyhosts.model.parameter_groups",
     "load": "manyhosts.snapshot.weights",
     "print": "manyhosts.cluster.printing",
 }

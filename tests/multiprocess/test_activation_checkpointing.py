@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import manyhosts as mh
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
-from manyhosts.training.setup.activation_checkpointing import checkpoint_blocks, compile_model
+from manyhosts.model.activation_checkpointing import checkpoint_blocks, compile_model
 
 pytestmark = pytest.mark.multiprocess
 

@@ -21,9 +21,9 @@ from manyhosts.communication.mesh import Mesh
 from manyhosts.communication.world import World
 from manyhosts.errors import TrainingError
 from manyhosts.events import Event, StepDone
+from manyhosts.loss.precision import Precision
 from manyhosts.snapshot.fingerprint import tensors_sha256
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.setup.precision import Precision
 
 pytestmark = pytest.mark.multiprocess
 SAMPLES, BATCH = 61, 25

@@ -18,10 +18,10 @@ import manyhosts as mh
 from manyhosts.cluster.place import Place
 from manyhosts.communication.world import World
 from manyhosts.data.fetch import Fetcher
-from manyhosts.training.evaluation.dataset_forward import ForwardPasses
-from manyhosts.training.evaluation.evaluate import Evaluation
-from manyhosts.training.evaluation.metrics import flattened
-from manyhosts.training.loop.compute import autocast
+from manyhosts.evaluation.dataset_forward import ForwardPasses
+from manyhosts.evaluation.evaluate import Evaluation
+from manyhosts.evaluation.metrics import flattened
+from manyhosts.loss.compute import autocast
 
 pytestmark = pytest.mark.multiprocess
 SIZES = (1, 2, 7, 21, 150)

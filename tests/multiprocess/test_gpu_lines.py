@@ -31,16 +31,16 @@ from manyhosts.control import variables
 from manyhosts.control.agent import node, script_faults, script_patches, script_probe
 from manyhosts.control.agent.import_preloader import _Traces
 from manyhosts.control.head.checks import _of_variables
+from manyhosts.loss.comparison import Comparison, Look, Seen
+from manyhosts.loss.set_draws import SetDraws
 from manyhosts.measure.in_worker import machine, readiness, several_workers, updating
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, of_pass
+from manyhosts.model import activation_checkpointing
 from manyhosts.strategies.local_updates import LocalGradient
 from manyhosts.strategies.strategy import Piece
 from manyhosts.strategies.uncut_model import SingleProcess
-from manyhosts.training.loss_weights.comparison import Comparison, Look, Seen
-from manyhosts.training.loss_weights.set_draws import SetDraws
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.setup import activation_checkpointing
 from manyhosts.training.state.recovery import why_not_survive
 from manyhosts.training.state.registry import put_weights, weights_of
 from manyhosts.training.state.run_state import RunState

@@ -16,9 +16,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from unusual import Case, in_plain_pytorch, with_us
 
+from manyhosts.loss.comparison import KEEPS, Seen
 from manyhosts.prove import promises
-from manyhosts.training.loss_weights.comparison import KEEPS, Seen
-from manyhosts.training.loss_weights.counting import KEPT, not_tried
+from manyhosts.training.loop.counting import KEPT, not_tried
 
 pytestmark = pytest.mark.multiprocess
 

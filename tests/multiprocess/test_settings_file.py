@@ -15,7 +15,7 @@ from torch import nn
 
 from manyhosts.config import overrides
 from manyhosts.errors import ConfigError
-from manyhosts.training.setup.trained_module import summary
+from manyhosts.model.trained_module import summary
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from sharded import Case, assert_same, fit, make_trainer, outcome, samples
 from stand_in import norm_in_one_order, streams, tensor
 from torch.utils.data import TensorDataset
 
-from manyhosts.training.loss_weights import counting
+from manyhosts.training.loop import counting
 from manyhosts.training.telemetry import pace
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]

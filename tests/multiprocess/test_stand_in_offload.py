@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from manyhosts.errors import ConfigError
-from manyhosts.training.setup.trained_module import collective_forward
+from manyhosts.model.trained_module import collective_forward
 from manyhosts.training.state.registry import put_weights, weights_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.xdist_group("stand-in")]

@@ -11,7 +11,7 @@ from torch import nn, optim
 import manyhosts as mh
 from manyhosts.callbacks.callback import Callbacks, Moment
 from manyhosts.errors import ConfigError
-from manyhosts.training.setup.model_checks import check_callbacks
+from manyhosts.model.model_checks import check_callbacks
 
 
 def moment() -> Moment:

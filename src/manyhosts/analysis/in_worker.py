@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map
 
 from manyhosts.analysis import statistics
 from manyhosts.errors import ConfigError
+from manyhosts.evaluation.metrics import scalars
+from manyhosts.loss.weighing import class_mean, counted
 from manyhosts.records import first_batch
 from manyhosts.records.atomic_file import write_json
 from manyhosts.records.numbers import to_words
-from manyhosts.training.evaluation.metrics import scalars
-from manyhosts.training.loss_weights.weighing import class_mean, counted
 from manyhosts.training.trained_script import TrainedRun, open_run
 
 SCHEMA_VERSION = 1

@@ -21,9 +21,9 @@ from manyhosts.errors import ConfigError, ManyhostsError, TrainingError, first_l
 from manyhosts.export.description import FORMATS, PRECISIONS, Description, Preprocessing, TensorSpec
 from manyhosts.export.formats import BY_NAME, answers_of
 from manyhosts.export.model_call import ModelCall
+from manyhosts.loss.weighing import targets_of
 from manyhosts.records import metrics
 from manyhosts.records.chosen_run import run_directory
-from manyhosts.training.loss_weights.weighing import targets_of
 from manyhosts.training.trained_script import TrainedRun, open_run
 
 

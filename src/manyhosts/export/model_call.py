@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
 from manyhosts.errors import ConfigError
+from manyhosts.evaluation.predict import of_inputs
 from manyhosts.export.description import BATCHES, TensorSpec
-from manyhosts.training.evaluation.predict import of_inputs
-from manyhosts.training.loop.compute import pair
+from manyhosts.loss.compute import pair
 from manyhosts.training.run import Run
 from manyhosts.training.trained_script import TrainedRun
 

@@ -26,9 +26,9 @@ from manyhosts.export import formats
 from manyhosts.export.description import Description, Preprocessing
 from manyhosts.export.export import describe, named_function
 from manyhosts.export.model_call import ModelCall, without_cache
+from manyhosts.model.trained_module import collective_forward
 from manyhosts.serve import frames
 from manyhosts.serve.tensors import Arrays, Refused, from_json
-from manyhosts.training.setup.trained_module import collective_forward
 from manyhosts.training.trained_script import open_run
 
 

@@ -20,6 +20,8 @@ from manyhosts.config.settings import Settings
 from manyhosts.elastic.rendezvous import NoWorkerHasState, Rendezvous
 from manyhosts.elastic.session import CollectiveCalls
 from manyhosts.errors import ConfigError, first_line
+from manyhosts.evaluation.evaluate import OfAllSets
+from manyhosts.evaluation.metrics import KEEPING
 from manyhosts.events import Listener, Note, Recovered
 from manyhosts.launchers.named_runs import keep_failure
 from manyhosts.records.run_directory import RunDirectory
@@ -33,8 +35,6 @@ from manyhosts.training.consistency.same_given import (
     optimizer_described,
 )
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.evaluate import OfAllSets
-from manyhosts.training.evaluation.metrics import KEEPING
 from manyhosts.training.loop.balance import Balance
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.numbers import BadStep

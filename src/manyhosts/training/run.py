@@ -17,16 +17,16 @@ from manyhosts.config import overrides
 from manyhosts.config.arguments import OF_OWN_FIT, OF_PREDICT, OF_RUN, answers
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError, ManyhostsError, check_run
-from manyhosts.training.evaluation.predict import Forward, of_inputs
-from manyhosts.training.loop.compute import UserStep, number_of
-from manyhosts.training.own_loop.optimizers import CombinedOptimizer
+from manyhosts.evaluation.predict import Forward, of_inputs
+from manyhosts.loss.compute import UserStep, number_of
+from manyhosts.model.combined_optimizer import CombinedOptimizer
+from manyhosts.model.model_checks import check_called, check_maker, check_rates, make_schedule
+from manyhosts.model.optimizer_kernels import fuse
+from manyhosts.model.parameter_groups import MakeOptimizer, Parameters, check_options
 from manyhosts.training.own_loop.own_step import LossOf, OwnStep
 from manyhosts.training.own_loop.parts import Part
 from manyhosts.training.session import Options, Session
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
-from manyhosts.training.setup.model_checks import check_called, check_maker, check_rates, make_schedule
-from manyhosts.training.setup.optimizer_kernels import fuse
-from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters, check_options
 from manyhosts.training.telemetry.result import Result
 
 _STEPS_OF_AN_EPOCH = 1000

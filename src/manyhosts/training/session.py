@@ -31,28 +31,28 @@ from manyhosts.data import randomness
 from manyhosts.data.data import Data, check_dataset, is_several
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
+from manyhosts.evaluation.dataset_forward import ForwardPasses
+from manyhosts.evaluation.evaluate import Evaluation, Evaluations, OfAllSets
+from manyhosts.evaluation.metrics import flattened
+from manyhosts.evaluation.predict import Forward, Prediction, of_inputs
 from manyhosts.events import Event, Listener, Note, TestDone
+from manyhosts.loss.compute import Loss, UserStep
+from manyhosts.loss.weighing import Weight
+from manyhosts.model import trained_module
+from manyhosts.model.model_checks import check_callbacks, check_given, check_is_main, with_direction
+from manyhosts.model.parameter_groups import MakeOptimizer
+from manyhosts.model.sharded_state import full_state
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.weights import check_path
 from manyhosts.snapshot.weights import save as save_weights
 from manyhosts.training.consistency.same_given import compare_calls, compare_data
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.dataset_forward import ForwardPasses
-from manyhosts.training.evaluation.evaluate import Evaluation, Evaluations, OfAllSets
-from manyhosts.training.evaluation.metrics import flattened
-from manyhosts.training.evaluation.predict import Forward, Prediction, of_inputs
 from manyhosts.training.fit import Fit
-from manyhosts.training.loop.compute import Loss, UserStep
-from manyhosts.training.loss_weights.weighing import Weight
 from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.setup import trained_module
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
-from manyhosts.training.setup.model_checks import check_callbacks, check_given, check_is_main, with_direction
-from manyhosts.training.setup.parameter_groups import MakeOptimizer
 from manyhosts.training.setup.run_place import RunPlace, unread_options
 from manyhosts.training.state.registry import TrainerState
-from manyhosts.training.state.sharded_state import full_state
 from manyhosts.training.state.weights import Used, chosen, frozen, holding, load_initial
 from manyhosts.training.telemetry.result import Result
 

@@ -16,11 +16,11 @@ from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import Strategy
 from manyhosts.data.data import Data
 from manyhosts.events import Listener
-from manyhosts.training.loop.compute import Loss, UserStep
-from manyhosts.training.loss_weights.weighing import Weight
+from manyhosts.loss.compute import Loss, UserStep
+from manyhosts.loss.weighing import Weight
+from manyhosts.model.parameter_groups import MakeOptimizer
 from manyhosts.training.session import Options, Session
 from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker
-from manyhosts.training.setup.parameter_groups import MakeOptimizer
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

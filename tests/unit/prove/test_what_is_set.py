@@ -11,11 +11,11 @@ from torch import nn
 
 from manyhosts.data.order import Order
 from manyhosts.errors import ConfigError
+from manyhosts.loss.set_draws import SetDraws
 from manyhosts.prove import compare, promises
 from manyhosts.prove.in_worker.calm import RowDraws
 from manyhosts.prove.trace import Trace
 from manyhosts.prove.trials import Asked, Setup, Trial
-from manyhosts.training.loss_weights.set_draws import SetDraws
 
 SIZES = {6, 3}
 

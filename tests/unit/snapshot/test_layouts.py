@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.communication.parts import TensorPart
+from manyhosts.model.optimizer_state import by_name
+from manyhosts.model.sharded_state import TakenUp, in_parts
 from manyhosts.records.manifest import Facts, Manifest
 from manyhosts.records.tensor_parts import TensorRecord
 from manyhosts.snapshot import tensors as tensor_files
@@ -21,8 +23,6 @@ from manyhosts.snapshot.disk import Disk
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.load import load
 from manyhosts.snapshot.writing import share_of
-from manyhosts.training.state.optimizer_state import by_name
-from manyhosts.training.state.sharded_state import TakenUp, in_parts
 
 LAYOUTS = {"single": (1, 0), "ddp": (2, 0), **{f"fsdp-{n}": (n, n) for n in range(1, 6)}, "two copies of two": (4, 2)}
 """How many workers there are, and how many of them hold one copy in parts; 0: each holds all."""

@@ -14,11 +14,11 @@ from manyhosts.config.fully_sharded import FSDP
 from manyhosts.config.pipelined import Pipeline
 from manyhosts.config.tensor_cut import Tensor
 from manyhosts.errors import ConfigError
+from manyhosts.model.model_checks import check_optimizer, check_tensors
 from manyhosts.strategies.fsdp.refused import Replaced, check_placeable
 from manyhosts.strategies.pipeline.strategy import Pipelined
 from manyhosts.strategies.strategy import Strategy
 from manyhosts.strategies.tensor.strategy import TensorParallel
-from manyhosts.training.setup.model_checks import check_optimizer, check_tensors
 
 
 def deep(change: Callable[[nn.Sequential], object]) -> nn.Sequential:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError
+from manyhosts.model.activation_checkpointing import checkpoint_blocks, is_checkpointed
 from manyhosts.strategies.blocks import modules_of_layers
-from manyhosts.training.setup.activation_checkpointing import checkpoint_blocks, is_checkpointed
 
 
 class Chancy(nn.Module):

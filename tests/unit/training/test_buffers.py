@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from unusual import Case, OddMemory, state_of, trainer_for
 
-from manyhosts.training.state.buffers import BufferCopies, put_transient, transient
+from manyhosts.model.buffers import BufferCopies, put_transient, transient
 
 
 class Scaled(nn.Module):

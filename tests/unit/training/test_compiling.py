@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from manyhosts.training.setup import activation_checkpointing
-from manyhosts.training.setup.activation_checkpointing import checkpoint_blocks, compile_model
+from manyhosts.model import activation_checkpointing
+from manyhosts.model.activation_checkpointing import checkpoint_blocks, compile_model
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from manyhosts.training.consistency.held_values import HeldValues, changed_attributes, differing
+from manyhosts.model.held_values import HeldValues, changed_attributes, differing
 
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list": (lambda: [1, [2]], lambda value: value[1].append(3)),

@@ -95,7 +95,7 @@ def test_no_process_of_a_run_loads_what_it_does_not_need(tmp_path: Path) -> None
 def test_compiler_that_is_loaded_later_has_optimizers_as_pytorch_made_them() -> None:
     code = """
 import sys, torch
-from manyhosts.training.setup.uncompiled import step_without_compiler
+from manyhosts.model.uncompiled import step_without_compiler
 step_without_compiler()
 weight = torch.nn.Parameter(torch.ones(3))
 made = torch.optim.SGD([weight], lr=0.1)
@@ -116,7 +116,7 @@ def test_step_of_an_optimizer_has_its_span_in_a_profile_and_calls_the_hooks_that
 import torch
 from torch.optim import optimizer
 from torch.profiler import profile
-from manyhosts.training.setup.uncompiled import step_without_compiler
+from manyhosts.model.uncompiled import step_without_compiler
 step_without_compiler()
 weight = torch.nn.Parameter(torch.ones(3))
 made = torch.optim.SGD([weight], lr=0.1)

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, PiecePlan
-from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights.comparison import CHANGES_GRADIENTS, KEEPS, Look, look_at
-from manyhosts.training.loss_weights.counting import NO_MEAN, choose, not_tried
+from manyhosts.loss.comparison import CHANGES_GRADIENTS, KEEPS, Look, look_at
+from manyhosts.loss.compute import ForwardPass
+from manyhosts.training.loop.counting import NO_MEAN, choose, not_tried
 
 WIDE, CLASSES, COUNT = 8, 4, 12
 

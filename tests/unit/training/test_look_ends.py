@@ -21,11 +21,11 @@ import manyhosts as mh
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, PiecePlan
 from manyhosts.errors import ConfigError
-from manyhosts.training.loop.compute import ForwardPass
-from manyhosts.training.loss_weights import counting
-from manyhosts.training.loss_weights.comparison import CHANGES_GRADIENTS, KEEPS, KEEPS_STATE, Look, Seen, look_at
-from manyhosts.training.loss_weights.counting import find_mean, not_tried
-from manyhosts.training.loss_weights.weighing import TargetMean
+from manyhosts.loss.comparison import CHANGES_GRADIENTS, KEEPS, KEEPS_STATE, Look, Seen, look_at
+from manyhosts.loss.compute import ForwardPass
+from manyhosts.loss.weighing import TargetMean
+from manyhosts.training.loop import counting
+from manyhosts.training.loop.counting import find_mean, not_tried
 
 COUNT = 12
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from manyhosts.training.setup.optimizer_kernels import fuse
+from manyhosts.model.optimizer_kernels import fuse
 
 
 def trained(kind: Any, *, fused: bool, **options: Any) -> tuple[list[torch.Tensor], Any]:

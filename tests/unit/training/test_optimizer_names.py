@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, SequentialLR
 
 from manyhosts.errors import SnapshotError
+from manyhosts.model.optimizer_state import InitialOptimizer, by_name, load_by_name, options_of
+from manyhosts.model.trained_module import ModelAndLoss, names_kept
 from manyhosts.records.contents import unflatten
 from manyhosts.snapshot.flatten import flatten
-from manyhosts.training.setup.trained_module import ModelAndLoss, names_kept
-from manyhosts.training.state.optimizer_state import InitialOptimizer, by_name, load_by_name, options_of
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 import manyhosts as mh
 from manyhosts.data.steps import mapped
 from manyhosts.errors import ConfigError, ManyhostsError
-from manyhosts.training.loop.compute import check_doubles, number_of
-from manyhosts.training.loss_weights.weighing import TargetMean
+from manyhosts.loss.compute import check_doubles, number_of
+from manyhosts.loss.weighing import TargetMean
 from manyhosts.training.setup.run_place import RunPlace
 
 INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))

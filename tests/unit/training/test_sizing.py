@@ -10,9 +10,9 @@ import torch
 from held_memory import HeldMemory
 from torch import Tensor, nn
 
+from manyhosts.model.parameter_groups import parameters_of
+from manyhosts.model.sizing import PassBytes, Unknown, gradients_let_go, optimizer_bytes, pass_bytes
 from manyhosts.strategies.blocks import repeated_blocks
-from manyhosts.training.setup.parameter_groups import parameters_of
-from manyhosts.training.setup.sizing import PassBytes, Unknown, gradients_let_go, optimizer_bytes, pass_bytes
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhosts.measure.in_worker.passes import Passes
+from manyhosts.model.trained_module import model_of
 from manyhosts.planner.measured import Block, CutLayers
 from manyhosts.strategies.cut_model import copy_of
 from manyhosts.strategies.pipeline.chain import find_chain
@@ -16,7 +17,6 @@ from manyhosts.strategies.pipeline.look import look
 from manyhosts.strategies.strategy import Piece
 from manyhosts.strategies.tensor.look import look as look_at_layers
 from manyhosts.strategies.uses import tensors_in
-from manyhosts.training.setup.trained_module import model_of
 
 _WORKERS = 2
 """Over which layers are taken to be cut: what is exchanged hardly depends on it."""

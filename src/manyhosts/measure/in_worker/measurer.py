@@ -19,6 +19,7 @@ from manyhosts.config.strategy_settings import own_or
 from manyhosts.control.agent import host_state
 from manyhosts.data.steps import Step
 from manyhosts.errors import ConfigError
+from manyhosts.evaluation.evaluate import OfAllSets
 from manyhosts.events import Listener
 from manyhosts.measure import lines
 from manyhosts.measure.in_worker import (
@@ -40,7 +41,6 @@ from manyhosts.measure.request import Request
 from manyhosts.planner.measured import InParts, Measured
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.strategies.units import tail_bytes, unit_bytes
-from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher

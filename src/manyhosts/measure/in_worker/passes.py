@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from manyhosts import device
 from manyhosts.communication.shared_norm import OwnBatch, acting
 from manyhosts.measure.in_worker.batches import Batches
+from manyhosts.model.sizing import HeldBytes, gradients_let_go
 from manyhosts.planner.measured import Compute
 from manyhosts.strategies.strategy import Piece
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.setup.sizing import HeldBytes, gradients_let_go
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 25
 _BLOCK_S = 0.2

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from manyhosts import device
 from manyhosts.measure.in_worker.passes import Passes
+from manyhosts.model.sizing import HeldBytes
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.setup.sizing import HeldBytes
 
 _FEWEST, _MOST = 3, 20
 

@@ -7,7 +7,7 @@ import time
 
 from torch import nn
 
-from manyhosts.training.evaluation.evaluate import Evaluation
+from manyhosts.evaluation.evaluate import Evaluation
 
 _GROWS = 4
 

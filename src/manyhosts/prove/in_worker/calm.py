@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
+from manyhosts.loss.set_draws import MADE, SetDraws
 from manyhosts.prove.conduct import TrialConfig
-from manyhosts.training.loss_weights.set_draws import MADE, SetDraws
 
 _BY_ROW = (
     "rand",

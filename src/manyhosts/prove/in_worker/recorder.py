@@ -14,6 +14,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.data.steps import LoadedPiece, Step
 from manyhosts.errors import ConfigError
+from manyhosts.evaluation.evaluate import OfAllSets
 from manyhosts.events import Listener
 from manyhosts.listeners.loggers import Logger
 from manyhosts.prove.conduct import TrialConfig
@@ -24,7 +25,6 @@ from manyhosts.prove.in_worker.sketch import digests_of_rows, facts_of_all
 from manyhosts.prove.in_worker.writer import Writer
 from manyhosts.records.run_record import plain_settings
 from manyhosts.strategies.strategy import StepOutcome
-from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
 

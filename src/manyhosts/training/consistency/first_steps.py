@@ -13,9 +13,9 @@ from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
 from manyhosts.device import by_device
 from manyhosts.errors import ConfigError, DataError
+from manyhosts.model.activation_checkpointing import uncalled
+from manyhosts.model.combined_optimizer import each_of
 from manyhosts.snapshot.fingerprint import fingerprint, tensor_checksums
-from manyhosts.training.own_loop.optimizers import each_of
-from manyhosts.training.setup.activation_checkpointing import uncalled
 from manyhosts.training.setup.build import Parts
 
 LOOKS = 3

@@ -17,9 +17,9 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.data.identity import KEEPS_DRAWS, are_alike, print_of_set, without_text
 from manyhosts.errors import ConfigError
+from manyhosts.model.optimizer_kernels import KERNELS
 from manyhosts.refusals import line_of_script
 from manyhosts.snapshot.tensors import dtype_name
-from manyhosts.training.setup.optimizer_kernels import KERNELS
 
 
 def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> None:

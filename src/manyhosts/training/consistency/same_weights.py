@@ -19,12 +19,12 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.errors import SnapshotError, TrainingError
+from manyhosts.model.trained_module import check_still_frozen
 from manyhosts.snapshot.fingerprint import combined, tensor_checksums
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.local_updates import weighted_mean
 from manyhosts.training.consistency.same_given import agree
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.setup.trained_module import check_still_frozen
 
 _ROUNDING = 1e-4
 """A difference below this part of the largest number may come of processors that round differently."""

@@ -15,7 +15,7 @@ from typing import Literal
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.errors import ConfigError
-from manyhosts.training.state.optimizer_state import advance, unwarned
+from manyhosts.model.optimizer_state import advance, unwarned
 from manyhosts.units import Duration
 
 

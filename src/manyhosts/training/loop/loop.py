@@ -15,10 +15,10 @@ from typing import Any
 from manyhosts.data import randomness
 from manyhosts.data.steps import Steps
 from manyhosts.errors import TrainingError
+from manyhosts.evaluation.evaluate import CutOff
 from manyhosts.events import EpochDone, Note, StepDone, ValidationDone
-from manyhosts.training.consistency.held_values import CallbackWatch, DatasetWatch
+from manyhosts.model.held_values import CallbackWatch, DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.evaluation.evaluate import CutOff
 from manyhosts.training.loop.learning_rate import VanishedRate
 from manyhosts.training.loop.numbers import BadStep, StepFacts, StepMetricValues, first_not_finite, named
 from manyhosts.training.loop.step import Stepper

@@ -28,9 +28,9 @@ from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.data.order import Indices
 from manyhosts.device import Event, by_device, is_asynchronous, module
 from manyhosts.events import StepTiming
+from manyhosts.model.buffers import BufferCopies
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.buffers import BufferCopies
 
 LAG_ON_GPU = 2
 

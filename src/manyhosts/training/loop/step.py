@@ -20,18 +20,18 @@ from manyhosts.data import randomness
 from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
 from manyhosts.errors import ConfigError
 from manyhosts.events import StepTiming
+from manyhosts.loss.compute import may_draw
+from manyhosts.model.buffers import BufferCopies
+from manyhosts.model.model_checks import several_gradients
 from manyhosts.snapshot.store import Store
 from manyhosts.strategies.audit import Auditable, Auditor
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
-from manyhosts.training.loop.compute import may_draw
+from manyhosts.training.loop.counting import LossWeights
 from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
 from manyhosts.training.loop.training import Training
-from manyhosts.training.loss_weights.counting import LossWeights
 from manyhosts.training.own_loop.own_step import OwnStep
-from manyhosts.training.setup.model_checks import several_gradients
-from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.pace import NormPrice
 
 _NOTHING = nullcontext()

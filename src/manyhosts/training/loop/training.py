@@ -20,8 +20,8 @@ from typing import Any
 
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Step
+from manyhosts.evaluation.evaluate import OfAllSets
 from manyhosts.events import Event
-from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.loop.learning_rate import Schedule
 from manyhosts.training.loop.numbers import BadSteps, DeferredMetrics
 from manyhosts.training.setup.build import Parts

@@ -36,16 +36,16 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
+from manyhosts.loss.compute import ForwardPass, check_gradient, step_values
+from manyhosts.model.buffers import BufferCopies, ParameterCopies
+from manyhosts.model.combined_optimizer import CombinedOptimizer
+from manyhosts.model.held_values import Held, HeldValues, changed_attributes
+from manyhosts.model.optimizer_state import advance
 from manyhosts.refusals import place_in_script
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
-from manyhosts.training.consistency.held_values import Held, HeldValues, changed_attributes
-from manyhosts.training.loop.compute import ForwardPass, check_gradient, step_values
-from manyhosts.training.own_loop.optimizers import CombinedOptimizer
 from manyhosts.training.own_loop.parts import Part, Parts
-from manyhosts.training.state.buffers import BufferCopies, ParameterCopies
-from manyhosts.training.state.optimizer_state import advance
 from manyhosts.training.state.run_state import RunState
 
 _NOT_TRIED = (

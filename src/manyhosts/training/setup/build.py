@@ -31,22 +31,12 @@ from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import bounds
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
-from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
-from manyhosts.snapshot.load import Fits
-from manyhosts.strategies.audit import Auditor
-from manyhosts.strategies.cut_model import check_hooks
-from manyhosts.strategies.local_updates import is_cut
-from manyhosts.strategies.materialise import is_meta
-from manyhosts.strategies.strategy import Shard, Strategy
-from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
-from manyhosts.training.loop import learning_rate
-from manyhosts.training.loop.compute import ForwardPass, Loss, UserStep, pair
-from manyhosts.training.loop.source import Source, make_source
-from manyhosts.training.loss_weights.weighing import Weighing, Weight
-from manyhosts.training.own_loop.own_step import OwnStep
-from manyhosts.training.setup.activation_checkpointing import prepare_blocks
-from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, make_strategy
-from manyhosts.training.setup.model_checks import (
+from manyhosts.loss.compute import ForwardPass, Loss, UserStep, pair
+from manyhosts.loss.precision import Precision
+from manyhosts.loss.weighing import Weighing, Weight
+from manyhosts.model.activation_checkpointing import prepare_blocks
+from manyhosts.model.frozen_base import FrozenBase
+from manyhosts.model.model_checks import (
     check_kept,
     check_optimizer,
     check_own_steps,
@@ -60,10 +50,10 @@ from manyhosts.training.setup.model_checks import (
     make_complete,
     make_schedule,
 )
-from manyhosts.training.setup.optimizer_kernels import fuse
-from manyhosts.training.setup.parameter_groups import MakeOptimizer, check_options, parameters_of
-from manyhosts.training.setup.precision import Precision
-from manyhosts.training.setup.trained_module import (
+from manyhosts.model.optimizer_kernels import fuse
+from manyhosts.model.optimizer_state import InitialOptimizer, options_of
+from manyhosts.model.parameter_groups import MakeOptimizer, check_options, parameters_of
+from manyhosts.model.trained_module import (
     check_optimized,
     model_of,
     refuse_other_calls,
@@ -71,9 +61,19 @@ from manyhosts.training.setup.trained_module import (
     twice,
     untrained,
 )
-from manyhosts.training.setup.uncompiled import step_without_compiler
-from manyhosts.training.state.frozen_base import FrozenBase
-from manyhosts.training.state.optimizer_state import InitialOptimizer, options_of
+from manyhosts.model.uncompiled import step_without_compiler
+from manyhosts.snapshot.fingerprint import Fingerprint, fingerprint, tensor_checksums
+from manyhosts.snapshot.load import Fits
+from manyhosts.strategies.audit import Auditor
+from manyhosts.strategies.cut_model import check_hooks
+from manyhosts.strategies.local_updates import is_cut
+from manyhosts.strategies.materialise import is_meta
+from manyhosts.strategies.strategy import Shard, Strategy
+from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
+from manyhosts.training.loop import learning_rate
+from manyhosts.training.loop.source import Source, make_source
+from manyhosts.training.own_loop.own_step import OwnStep
+from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, make_strategy
 from manyhosts.training.telemetry.watching import Watcher
 
 if TYPE_CHECKING:

@@ -28,6 +28,10 @@ from manyhosts.control.agent import host_state
 from manyhosts.data.data import Data, reads_in_shards
 from manyhosts.data.fetch import Fetcher
 from manyhosts.errors import ConfigError
+from manyhosts.loss.compute import IN_PAIRS, ForwardPass, pair
+from manyhosts.model.parameter_groups import MakeOptimizer, parameters_of
+from manyhosts.model.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
+from manyhosts.model.trained_module import model_of
 from manyhosts.strategies.audit import Auditor
 from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
 from manyhosts.strategies.pipeline.chain import block_bytes
@@ -37,10 +41,6 @@ from manyhosts.strategies.tensor.plan import is_cuttable
 from manyhosts.strategies.uncut_model import SingleProcess
 from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.strategies.virtual import VirtualWorkers
-from manyhosts.training.loop.compute import IN_PAIRS, ForwardPass, pair
-from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
-from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
-from manyhosts.training.setup.trained_module import model_of
 from manyhosts.units import bytes_in_words
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from manyhosts.device import wait_for
 from manyhosts.elastic import state_transfer
 from manyhosts.elastic.work import Records
 from manyhosts.errors import ConfigError
+from manyhosts.model.buffers import put_transient, transient
+from manyhosts.model.optimizer_state import by_name, load_by_name, without_functions
+from manyhosts.model.sharded_state import TakenUp, as_held, full_values, local_state, put_cut
+from manyhosts.model.trained_module import load_loss, loss_state, names_kept
 from manyhosts.snapshot.load import Loaded
 from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
-from manyhosts.training.state.buffers import put_transient, transient
-from manyhosts.training.state.optimizer_state import by_name, load_by_name, without_functions
 from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.sharded_state import TakenUp, as_held, full_values, local_state, put_cut
 
 
 class TrainerState:

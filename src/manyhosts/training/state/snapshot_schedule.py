@@ -17,6 +17,8 @@ from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import Single
 from manyhosts.errors import ConfigError, SnapshotError
 from manyhosts.events import Note, SnapshotCopied, SnapshotSaved, SnapshotSkipped
+from manyhosts.model.frozen_base import KEY
+from manyhosts.model.sharded_state import in_parts
 from manyhosts.records.manifest import Facts, read
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.flatten import flatten
@@ -27,12 +29,10 @@ from manyhosts.strategies.local_updates import is_cut
 from manyhosts.training.consistency.same_given import compare_samples
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.state.frozen_base import KEY
 from manyhosts.training.state.registry import ask_for_state, copied, state_of, take_up, training_state_dict, weights_of
 from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.resuming import Changes, asked_of, compare
 from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.sharded_state import in_parts
 
 _NO_RECORDS = "a disk does not take the records of its steps"
 

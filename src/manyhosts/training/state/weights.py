@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from manyhosts.communication.layout import write
 from manyhosts.config.init_from import InitFrom, matches
 from manyhosts.errors import ConfigError, ManyhostsError, first_line
+from manyhosts.model.frozen_base import KEY
 from manyhosts.records.manifest import NAME
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.records.tensor_parts import Box
@@ -28,7 +29,6 @@ from manyhosts.snapshot.weights import is_state_dict, load, of_model
 from manyhosts.table import nearest
 from manyhosts.training.fit import Fit
 from manyhosts.training.setup.build import ModelOrMaker, Parts
-from manyhosts.training.state.frozen_base import KEY
 from manyhosts.training.state.registry import copied, put_weights, state_of, weights_of
 
 _FIX = (

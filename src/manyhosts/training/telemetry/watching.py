@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from manyhosts.config.settings import Settings
     from manyhosts.data.steps import Step
+    from manyhosts.evaluation.evaluate import OfAllSets
     from manyhosts.events import Listener
     from manyhosts.strategies.strategy import StepOutcome
-    from manyhosts.training.evaluation.evaluate import OfAllSets
     from manyhosts.training.state.run_state import RunState
 
 

@@ -24,8 +24,8 @@ from manyhosts.communication.world import is_connection_error
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError, first_line
+from manyhosts.model.held_values import same
 from manyhosts.snapshot.tensors import dtype_name
-from manyhosts.training.consistency.held_values import same
 
 if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
     from torchmetrics import Metric, MetricCollection

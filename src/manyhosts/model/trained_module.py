@@ -8,6 +8,7 @@ that alone called the model would wait for ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -178,6 +179,19 @@ class collective_forward:  # read as a verb: with called_by_all(model)
     def __exit__(self, *_: object) -> None:
         if self._ends:
             _called.discard(self._model)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """`model` in evaluation mode, called by all; afterwards every module is back in the mode that it had."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with collective_forward(model):
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def refuse_other_calls(model: nn.Module) -> None:

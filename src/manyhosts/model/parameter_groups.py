@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from manyhosts.callbacks.freezing import matches
 from manyhosts.errors import ConfigError
+from manyhosts.model.trained_module import model_of, names_kept
 from manyhosts.table import nearest
-from manyhosts.training.setup.trained_module import model_of, names_kept
 
 _KINDS = ("norms", "biases")
 

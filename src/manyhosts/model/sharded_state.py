@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from manyhosts.communication.holding import Holding
 from manyhosts.communication.layout import write
 from manyhosts.errors import SnapshotError
+from manyhosts.model.trained_module import loss_state, model_of, names_kept
 from manyhosts.records.tensor_parts import Box
 from manyhosts.snapshot.slices import StoredTensor
-from manyhosts.training.setup.trained_module import loss_state, model_of, names_kept
 
 
 def in_parts(state: Any, holding: Holding) -> Any:

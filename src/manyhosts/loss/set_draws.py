@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.device import in_use
+from manyhosts.model.uncompiled import called_as_it_is
 from manyhosts.strategies.uses import tensors_in
-from manyhosts.training.setup.uncompiled import called_as_it_is
 
 
 @called_as_it_is

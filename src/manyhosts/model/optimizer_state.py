@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.training.setup.optimizer_kernels import KERNELS
-from manyhosts.training.setup.trained_module import names_kept
+from manyhosts.model.optimizer_kernels import KERNELS
+from manyhosts.model.trained_module import names_kept
 
 _BY_ID = "id of "
 """Before the name of a parameter, where an optimizer has `id(parameter)`."""

@@ -16,9 +16,9 @@ from manyhosts.communication.batch_norm import GlobalBatch
 from manyhosts.communication.world import is_connection_error
 from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, first_line
+from manyhosts.model.trained_module import ModelAndLoss, collective_forward, model_of
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.setup.trained_module import ModelAndLoss, collective_forward, model_of
 
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""

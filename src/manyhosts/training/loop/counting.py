@@ -13,10 +13,10 @@ from manyhosts.config.settings import Settings
 from manyhosts.data.steps import LoadedPiece, PiecePlan, Step
 from manyhosts.errors import ConfigError
 from manyhosts.events import LossLooked
+from manyhosts.loss import comparison
+from manyhosts.loss.comparison import Look, Seen, look_at
+from manyhosts.loss.weighing import CLASSES, LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.loop.source import IndexedSource
-from manyhosts.training.loss_weights import comparison
-from manyhosts.training.loss_weights.comparison import Look, Seen, look_at
-from manyhosts.training.loss_weights.weighing import CLASSES, LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
 

@@ -7,11 +7,10 @@ there are. Each part is passed through alone, in the same forward passes whichev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import numpy as np
-from torch import nn
 
 from manyhosts.communication.collectives import Collectives
 from manyhosts.config.settings import Settings
@@ -21,9 +20,8 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.order import Indices, bounds
 from manyhosts.data.steps import Loader, mapped
 from manyhosts.device import is_asynchronous
+from manyhosts.loss.precision import Precision
 from manyhosts.strategies.strategy import Strategy
-from manyhosts.training.setup.precision import Precision
-from manyhosts.training.setup.trained_module import collective_forward
 
 _MOST_PARTS = 128
 _SHARED_BY, _FEW = 16, 32
@@ -133,16 +131,3 @@ class ForwardPasses:
         batch = mapped(on_host, lambda tensor: tensor.to(self.world.device, non_blocking=True))
         randomness.seed_compute(self.seed, randomness.COMPUTE, int(piece[0]))
         return batch
-
-
-@contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode, called by all; afterwards every module is back in the mode that it had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with collective_forward(model):
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
-from manyhosts.training.setup.parameter_groups import MakeOptimizer, Parameters
+from manyhosts.model.parameter_groups import MakeOptimizer, Parameters
 
 Values = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 """`values(model, batch)`: the forward pass and its loss."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.holding import UNCUT, Holding
 from manyhosts.device import by_device
-from manyhosts.training.loop.compute import autocast
+from manyhosts.loss.compute import autocast
 
 
 class Precision:

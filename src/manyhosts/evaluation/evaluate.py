@@ -18,9 +18,9 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.data import randomness
 from manyhosts.data.order import Indices
 from manyhosts.errors import CommunicationError, ConfigError
-from manyhosts.training.evaluation.dataset_forward import ForwardPasses, in_evaluation
-from manyhosts.training.evaluation.metrics import Metrics
-from manyhosts.training.loop.compute import (
+from manyhosts.evaluation.dataset_forward import ForwardPasses
+from manyhosts.evaluation.metrics import Metrics
+from manyhosts.loss.compute import (
     EVALUATE,
     STEP,
     Loss,
@@ -32,7 +32,8 @@ from manyhosts.training.loop.compute import (
     step_values,
     terms_of,
 )
-from manyhosts.training.loss_weights.weighing import Weighing, is_by_number, rows_in
+from manyhosts.loss.weighing import Weighing, is_by_number, rows_in
+from manyhosts.model.trained_module import in_evaluation
 
 if TYPE_CHECKING:  # it takes a second to load, so a script that has no metrics does without it
     from torchmetrics import Metric

@@ -32,13 +32,12 @@ from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import LoadedPiece, mapped
 from manyhosts.errors import first_line
+from manyhosts.loss.compute import ForwardPass, terms_of
+from manyhosts.loss.set_draws import HALVES, Communicates, NotTried, SetDraws
+from manyhosts.loss.weighing import Rule, counted, has_ignored, rules_for, targets_of
+from manyhosts.model.held_values import HeldValues, differing
+from manyhosts.model.trained_module import collective_forward, in_evaluation, model_of
 from manyhosts.strategies.cut_model import without_graph
-from manyhosts.training.consistency.held_values import HeldValues, differing
-from manyhosts.training.evaluation.dataset_forward import in_evaluation
-from manyhosts.training.loop.compute import ForwardPass, terms_of
-from manyhosts.training.loss_weights.set_draws import HALVES, Communicates, NotTried, SetDraws
-from manyhosts.training.loss_weights.weighing import Rule, counted, has_ignored, rules_for, targets_of
-from manyhosts.training.setup.trained_module import collective_forward, model_of
 
 Losses = Mapping[str, float]
 """One or several, by name, or what a batch counts in each; one without a name is ""."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from manyhosts.communication.gathering import can_travel, gather_lists, gather_plain
 from manyhosts.data.order import Indices
 from manyhosts.errors import ConfigError, ManyhostsError
-from manyhosts.training.evaluation.dataset_forward import ForwardPasses, in_evaluation
+from manyhosts.evaluation.dataset_forward import ForwardPasses
+from manyhosts.model.trained_module import in_evaluation
 
 Forward = Callable[[nn.Module, Any], Any]
 """What is to be known of a batch, for each of its samples."""

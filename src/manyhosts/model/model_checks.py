@@ -27,9 +27,9 @@ from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
+from manyhosts.model.combined_optimizer import each_of
 from manyhosts.snapshot.tensors import can_keep, dtype_name
 from manyhosts.strategies.table import STRATEGIES
-from manyhosts.training.own_loop.optimizers import each_of
 
 R = TypeVar("R", Best, EarlyStopping)
 Forward = Callable[[nn.Module, Any], Any]

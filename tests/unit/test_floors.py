@@ -125,6 +125,11 @@ def upward(path: Path) -> str:
     return f"{part} (floor {FLOOR_OF[part]}) may not import {above}" if above else ""
 
 
+def test_the_picture_of_the_floors_is_the_floors() -> None:
+    picture = (ROOT / "docs" / "decisions" / "0001-floors.md").read_text().partition("```text\n")[2].partition("```")[0]
+    assert [line.split()[1:] for line in reversed(picture.splitlines())] == FLOORS
+
+
 def test_no_circle_of_imports_anywhere() -> None:
     modules = {module_of(path): path for path in FILES if path.stem != "__init__"}
     graph = {name: imported_by(path.read_text(), name, modules.keys()) for name, path in modules.items()}
@@ -439,6 +444,12 @@ def test_all_other_ways_to_train_and_what_they_exchange_are_at_most_eight_thousa
     files = [path for path in FILES if in_package(path).startswith(("strategies/", "communication/"))]
     others = [path for path in files if not in_package(path).startswith(OF_ASYNCHRONOUS)]
     assert sum(isinstance(node, ast.stmt) for path in others for node in ast.walk(ast.parse(path.read_text()))) <= 8000
+
+
+def test_what_a_run_is_has_at_most_so_many_statements() -> None:
+    """Both faces included. What needs no run to be known stands below it (decision 0184), and is counted with it, too."""
+    files = [path for path in FILES if in_package(path).startswith("training/")]
+    assert sum(isinstance(node, ast.stmt) for path in files for node in ast.walk(ast.parse(path.read_text()))) <= 6639
 
 
 def questions_to_a_strategy(source: str, module: str) -> list[str]:

@@ -322,8 +322,7 @@ DIFFUSION = Loop(
     path="ddpm.py",
     sha256="8b2ba24aa8ab312131bac0f5a45585f968991d95286f29e90888591b149ad49b",
     beside=("modules.py",),
-    remark="As it is, with its U-Net of 23 million parameters at 64 x 64. One and two workers ended with equal bits; "
-    "on a busy machine the other two ways did not end in time, so it has no record.",
+    remark="As it is, with its U-Net of 23 million parameters at 64 x 64.",
     edits=(
         (4, 4, "import manyhosts as mh"),
         (7, 7, ""),
@@ -405,8 +404,8 @@ GNN = Loop(
     sha256="59be249cb323ec1a2a7b6c1c998ff3fa77f7ea4f2a0e84fd2b957fb4cd71b12c",
     beside=("pygcn/__init__.py", "pygcn/layers.py", "pygcn/models.py", "pygcn/utils.py"),
     remark="One graph cannot be cut: each part computes all of it, and its loss over a part of the training nodes, so "
-    "workers save no work. A random graph stands for Cora. With Cora, the script numbers classes in the order of a set "
-    "of words, which Python draws anew for each process: set PYTHONHASHSEED.",
+    "workers save no work. A random graph stands for Cora, whose classes the script numbers in the order of a set "
+    "of words: workers of a run have one such order.",
     edits=(
         (13, 13, "from pygcn.models import GCN\nimport manyhosts as mh"),
         (

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 COLLECTIVES = "collectives"
 """The name of streams on which groups of workers exchange."""
 _GLANCE_S = 0.0002
@@ -65,6 +67,9 @@ class Stream:
             return True
 
     def _do_next(self) -> bool:
+        # A thread that PyTorch has not given its number of threads yet computes convolutions with one for each core,
+        # and so with other bits, which a busy machine would show: there is much then that no one has waited for.
+        torch.get_num_threads()
         self._is_busy, is_done = True, True
         try:
             is_done = self._waiting[0]() is not False

@@ -104,11 +104,17 @@ class StopSignals:
         self._known_cause = cause
         self.asked = 0
         """The number of the signal that asked this worker to stop; 0 where none did."""
-        self.granted = ""
-        """Why all workers stop now; empty while they continue."""
         self._asked_at = 0.0
         self.number = 0
-        """The number of the signal named by `granted`."""
+        """That of the signal for which all workers stop now; 0 while they continue."""
+
+    @property
+    def granted(self) -> str:
+        """Why all workers stop now; empty while they continue."""
+        if not self.number:
+            return ""
+        by_key = " (Ctrl-C)" if self.number == signal.SIGINT else ""
+        return f"asked to stop by {signal.Signals(self.number).name}{by_key}"
 
     @property
     def control_flags(self) -> tuple[float, ...]:
@@ -117,11 +123,8 @@ class StopSignals:
 
     def hear(self, counts: Sequence[float]) -> None:
         """Take how many workers were asked by each of `SIGNALS`."""
-        if not any(counts) or self.granted:
-            return
-        asked = [known for known, count in zip(SIGNALS, counts, strict=True) if count]
-        if asked:
-            self._grant(asked[0])
+        if any(counts) and not self.number:
+            self.number = int(next(known for known, count in zip(SIGNALS, counts, strict=True) if count))
 
     def grant_own(self) -> bool:
         """Stop for what the run was asked, where no other worker continues. Whether it was asked.
@@ -130,32 +133,19 @@ class StopSignals:
         """
         if not self.asked or not self._known_cause():
             return False
-        if not self.granted:
-            self._grant(signal.Signals(self.asked))
+        self.number = self.number or self.asked
         return True
-
-    def _grant(self, asked: signal.Signals) -> None:
-        self.number = int(asked)
-        self.granted = f"asked to stop by {asked.name}"
-        if asked == signal.SIGINT:
-            self.granted += " (Ctrl-C)"
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.asked:
-            self.asked, self._asked_at = self._cause(number), now
-        elif now > self._asked_at + _ONE_WISH_S:
-            self._obey(signal.Signals(number))
-
-    def _cause(self, number: int) -> int:
-        """What the user did: a launcher that hears Ctrl-C passes it on as SIGTERM."""
-        known = self._known_cause()
-        return known if number == signal.SIGTERM and known in SIGNALS else number
-
-    def _obey(self, number: signal.Signals) -> None:
-        """Do at once what this signal did before anybody listened to wishes."""
-        signal.signal(number, self._before[number])
-        signal.raise_signal(number)
+            known = self._known_cause()
+            # What the user did: a launcher that hears Ctrl-C passes it on as SIGTERM.
+            self.asked = known if number == signal.SIGTERM and known in SIGNALS else number
+            self._asked_at = now
+        elif now > self._asked_at + _ONE_WISH_S:  # do at once what this signal did before anybody listened to wishes
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -163,7 +153,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._before: dict[signal.Signals, Any] = {known: signal.signal(known, self._on_signal) for known in _HEARD}
+        self._before: dict[int, Any] = {known: signal.signal(known, self._on_signal) for known in _HEARD}
         try:
             yield
         finally:
@@ -171,7 +161,7 @@ class StopSignals:
                 signal.signal(known, handler)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Training:
     """What the loop, a step and what is due after it share; made once for each `fit`. They alone change it."""
 
@@ -212,16 +202,11 @@ class Training:
     """Whether a snapshot is lost that was being written when workers went."""
     since: float = field(default_factory=time.monotonic)
     """When what is being done now was begun, by a clock that no one sets."""
-    limit: Duration = field(init=False)
-    """How long it is to be."""
-    numbers: DeferredMetrics = field(init=False)
-    schedule: Schedule = field(init=False)
-    bad_steps: BadSteps = field(init=False)
-    _began: float = field(init=False)
 
     def __post_init__(self) -> None:
         parts, settings = self.parts, self.settings
         self.limit = Duration.parse(settings.duration, where="fit(…)")
+        """How long it is to be."""
         self.numbers = DeferredMetrics(parts.world.device)
         self.schedule = Schedule(parts.schedule, settings.schedule_every)
         self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)

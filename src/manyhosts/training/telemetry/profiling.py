@@ -57,7 +57,10 @@ class Profiling:
         if self._warming:
             self._warming -= 1
             if not self._warming:
-                self._begin()
+                self._began = time.perf_counter()
+                if self._is_chosen:
+                    self._profiler = profile(activities=[ProfilerActivity.CPU, *device.activities(self._world.device)])
+                    self._profiler.start()
             return
         self._steps.append(event)
         if self._profiler is not None:
@@ -69,13 +72,12 @@ class Profiling:
         """The run has no more steps: keep what there is of a profile, and say what is missing of it."""
         if self._is_over:
             return
-        asked, done = self._request.steps, len(self._steps)
-        if done:
-            self._end(f"; the run ended after {done} of the {asked} steps that were asked for")
-            return
-        self.close()
-        text = f"no profile was made: this training had no step after the first {WARM_UP}, which warm up"
-        self._emit(Note(text=text, step=0, time=time.time()))
+        if done := len(self._steps):
+            self._end(f"; the run ended after {done} of the {self._request.steps} steps that were asked for")
+        else:
+            self.close()
+            text = f"no profile was made: this training had no step after the first {WARM_UP}, which warm up"
+            self._emit(Note(text=text, step=0, time=time.time()))
 
     def close(self) -> None:
         """End it, and keep nothing. Safe to call twice."""
@@ -84,16 +86,8 @@ class Profiling:
             self._profiler.stop()
             self._profiler = None
 
-    def _begin(self) -> None:
-        self._began = time.perf_counter()
-        if not self._is_chosen:
-            return
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *device.activities(self._world.device)])
-        self._profiler.start()
-
     def _end(self, but: str = "") -> None:
-        seconds = time.perf_counter() - self._began
-        profiler = self._profiler
+        seconds, profiler = time.perf_counter() - self._began, self._profiler
         self.close()
         first, last = self._steps[0].step, self._steps[-1].step
         if profiler is not None:
@@ -102,23 +96,19 @@ class Profiling:
             profiler.export_chrome_trace(str(folder / TRACE))
             (folder / SUMMARY).write_text(self._summary(profiler, seconds))
         _profiled.add(self._folder)
-        text = f"profile of steps {first} to {last}{but}: {self._where()}/{SUMMARY} to read, {TRACE} for {_VIEWER}"
-        self._emit(Note(text=text, step=last, time=time.time()))
-
-    def _where(self) -> str:
         ranks = range(self._world.size) if self._request.ranks is None else self._request.ranks
         name = f"rank-{ranks[0]}" if len(ranks) == 1 else "rank-*"
-        elsewhere = "" if list(ranks) == [0] else " (each on its worker's host)"
-        return f"{self._folder / name}{elsewhere}"
+        where = f"{self._folder / name}" + ("" if list(ranks) == [0] else " (each on its worker's host)")
+        text = f"profile of steps {first} to {last}{but}: {where}/{SUMMARY} to read, {TRACE} for {_VIEWER}"
+        self._emit(Note(text=text, step=last, time=time.time()))
 
     def _summary(self, profiler: profile, seconds: float) -> str:
-        steps, world = self._steps, self._world
-        count, host = len(steps), socket.gethostname()
+        steps, world, count = self._steps, self._world, len(self._steps)
         rows = [(name, math.fsum(part(step.timing) for step in steps)) for name, part in _PARTS.items()]
         rows.append(("between steps: validation, snapshots, records", max(0.0, seconds - sum(s for _, s in rows))))
         total = sum(taken for _, taken in rows)
         lines = [
-            f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} on host {host}",
+            f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} on host {socket.gethostname()}",
             f"{count} steps in {seconds:.3g} s, {sum(step.samples for step in steps) / seconds:,.0f} samples/s",
             "",
             f"{'where the time went':<48}{'ms a step':>12}{'share':>9}",

@@ -93,26 +93,26 @@ class Options(TypedDict, total=False):
     run_dir: str | Path | None
 
 
+_NO_SETTINGS = ("metrics", "listeners", "callbacks", "init_from", "run_dir")
+_OF_DATA = ("batch_size", "batch_size_per_worker", "evaluation_batch_size", "drop_last", "shuffle", "loader_workers")
+
+
 def settings_of(data: Data, options: Options) -> Settings:
     """The plain values among what was given, as the command line has changed them."""
-    best, no_settings = options.get("best"), ("metrics", "listeners", "callbacks", "init_from", "run_dir")
-    given: dict[str, Any] = {name: each for name, each in options.items() if name not in no_settings}
-    given["mesh"] = given.get("strategy") if isinstance(given.get("strategy"), Mesh) else None
-    given["strategy"] = DDP() if given.get("strategy") is None else named(given["strategy"])
-    if not isinstance(snapshots := given.get("snapshots"), Snapshots | None):
+    asked: dict[str, Any] = {**options}
+    best, strategy, snapshots = (asked.get(name) for name in ("best", "strategy", "snapshots"))
+    way = DDP() if strategy is None else named(strategy)
+    if not isinstance(snapshots, Snapshots | None):
         fix = 'write snapshots=mh.Snapshots(every="1 epoch"); a run has one at its end in any case'
         raise ConfigError(f"snapshots is {snapshots!r}", where="mh.Trainer(snapshots=…)", fix=fix)
-    given["snapshots"] = snapshots or Snapshots()
-    given["best"] = Best(best) if isinstance(best, str) else best
-    for name in (
-        "batch_size",
-        "batch_size_per_worker",
-        "evaluation_batch_size",
-        "drop_last",
-        "shuffle",
-        "loader_workers",
-    ):
-        given[name] = getattr(data, name)
+    given = {
+        **{name: each for name, each in asked.items() if name not in _NO_SETTINGS},
+        **{name: getattr(data, name) for name in _OF_DATA},
+        "mesh": strategy if isinstance(strategy, Mesh) else None,
+        "strategy": way,
+        "snapshots": snapshots or Snapshots(),
+        "best": Best(best) if isinstance(best, str) else best,
+    }
     return overrides.apply(given, overrides.from_environment())
 
 
@@ -176,7 +176,6 @@ class Session:
         self.data = data
         self.metrics = flattened(metrics or {})
         self.settings = with_direction(self.settings, data, self.metrics)
-        nothing_to_measure = bool(self.metrics) and data.validation is None and data.test is None
         self.loss, self.step = loss, step
         self.listeners, acting = list(listeners), Callbacks(_listed(options.get("callbacks", ())))
         check_callbacks(acting)
@@ -186,7 +185,7 @@ class Session:
         self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, options.get("run_dir"))
-        if nothing_to_measure:
+        if self.metrics and data.validation is None and data.test is None:
             self.world.notes.append("metrics= has no effect: mh.Data has neither a validation nor a test set")
         if not self._is_launched and self._place.number == 1:
             self.world.notes += [text] if (text := unread_options(self._place.script)) else []
@@ -424,15 +423,14 @@ class Session:
         self._call(_named("save", weights), lambda: self._save(file, weights))
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
+        holding, keep = self.parts.strategy.holding, self.world.is_rank_0
         best = chosen(weights, self._run)
-        state: Mapping[str, Any] = {}
         if best is None:
             with self.parts.callbacks.evaluated(self.parts.trained):
-                state = full_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_rank_0)
+                state = full_state(self.model.state_dict(), holding, keep=keep)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         else:
-            base, holding = self.parts.frozen_base.tensors(), self.parts.strategy.holding
-            state = full_state(base, holding, keep=self.world.is_rank_0)  # which the best model may be kept without
+            state = full_state(self.parts.frozen_base.tensors(), holding, keep=keep)  # the best may be kept without it
         error: ConfigError | None = None
         if self.world.is_rank_0:
             try:

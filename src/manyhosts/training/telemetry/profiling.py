@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from manyhosts import device
 from manyhosts.communication.world import World
 from manyhosts.config.profile import ProfileRequest
-from manyhosts.events import Event, Note, StepDone, StepTiming
+from manyhosts.events import Event, StepDone, StepTiming
 
 WARM_UP = 5
 """Steps of a run before those that are profiled."""
@@ -42,8 +42,8 @@ _profiled: set[Path] = set()
 class Profiling:
     """Of one run on one worker. Every worker hears the same steps; those of the chosen ranks profile them."""
 
-    def __init__(self, request: ProfileRequest, world: World, folder: Path, emit: Callable[[Event], None]) -> None:
-        self._request, self._world, self._folder, self._emit = request, world, folder, emit
+    def __init__(self, request: ProfileRequest, world: World, folder: Path, say: Callable[[str, int], None]) -> None:
+        self._request, self._world, self._folder, self._say = request, world, folder, say
         self._is_chosen = request.ranks is None or world.rank in request.ranks
         self._warming, self._steps = WARM_UP, list[StepDone]()
         self._profiler: profile | None = None
@@ -76,8 +76,7 @@ class Profiling:
             self._end(f"; the run ended after {done} of the {self._request.steps} steps that were asked for")
         else:
             self.close()
-            text = f"no profile was made: this training had no step after the first {WARM_UP}, which warm up"
-            self._emit(Note(text=text, step=0, time=time.time()))
+            self._say(f"no profile was made: this training had no step after the first {WARM_UP}, which warm up", 0)
 
     def close(self) -> None:
         """End it, and keep nothing. Safe to call twice."""
@@ -99,8 +98,7 @@ class Profiling:
         ranks = range(self._world.size) if self._request.ranks is None else self._request.ranks
         name = f"rank-{ranks[0]}" if len(ranks) == 1 else "rank-*"
         where = f"{self._folder / name}" + ("" if list(ranks) == [0] else " (each on its worker's host)")
-        text = f"profile of steps {first} to {last}{but}: {where}/{SUMMARY} to read, {TRACE} for {_VIEWER}"
-        self._emit(Note(text=text, step=last, time=time.time()))
+        self._say(f"profile of steps {first} to {last}{but}: {where}/{SUMMARY} to read, {TRACE} for {_VIEWER}", last)
 
     def _summary(self, profiler: profile, seconds: float) -> str:
         steps, world, count = self._steps, self._world, len(self._steps)
@@ -108,7 +106,8 @@ class Profiling:
         rows.append(("between steps: validation, snapshots, records", max(0.0, seconds - sum(s for _, s in rows))))
         total = sum(taken for _, taken in rows)
         lines = [
-            f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} on host {socket.gethostname()}",
+            f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} "
+            f"on host {socket.gethostname()}",
             f"{count} steps in {seconds:.3g} s, {sum(step.samples for step in steps) / seconds:,.0f} samples/s",
             "",
             f"{'where the time went':<48}{'ms a step':>12}{'share':>9}",
@@ -140,7 +139,7 @@ def _operators(averages: Any, title: str, attribute: str, steps: int, seconds: f
 
 
 def profiling_for(
-    request: ProfileRequest | None, world: World, folder: Path, emit: Callable[[Event], None]
+    request: ProfileRequest | None, world: World, folder: Path, say: Callable[[str, int], None]
 ) -> Profiling | None:
     """What profiles a run, where that was asked for and not done yet. Who joins while others train profiles nothing.
 
@@ -150,4 +149,4 @@ def profiling_for(
     if request is None or folder in _profiled or world.is_joining:
         return None
     request.check(world.size)
-    return Profiling(request, world, folder, emit)
+    return Profiling(request, world, folder, say)

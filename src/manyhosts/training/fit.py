@@ -155,18 +155,19 @@ class Fit:
     def enter(self) -> None:
         """Begin, whichever workers go and come meanwhile; or come to those that have begun."""
         recovery = self.recovery
-        if recovery is not None and self.world.is_joining:
-            recovery.join()
-            return
-        try:
-            if recovery is not None:
-                recovery.check()
+        if recovery is None:
             self.begin()
-        except Exception as error:
-            if recovery is None or not is_connection_error(error):
-                raise
-            recovery.work.stand_nowhere()
-            recovery.go_on(error)  # perhaps where others have come to by then
+        elif self.world.is_joining:
+            recovery.join()
+        else:
+            try:
+                recovery.check()
+                self.begin()
+            except Exception as error:
+                if not is_connection_error(error):
+                    raise
+                recovery.work.stand_nowhere()
+                recovery.go_on(error)  # perhaps where others have come to by then
 
     def begin(self) -> None:
         """Open the run directory, take up its newest snapshot that fits, and report where the run begins.
@@ -206,8 +207,13 @@ class Fit:
         self.parts.weighing.take_up(found.counts_by)
         with self.parts.strategy.averaged(self.parts.trained):
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
-        lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
-        compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
+        compare_descriptions(
+            self.world,
+            {
+                "arguments of fit": {"duration": str(self.settings.duration)},
+                "optimizers": optimizer_described(self.parts.optimizer),
+            },
+        )
         validation = training.validation
         if validation is not None and (names := validation.look(self.parts.model)):
             schedule.check_watched(names)

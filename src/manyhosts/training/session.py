@@ -125,10 +125,6 @@ def _rates_of(parts: Parts) -> list[float]:
     return [float(group["lr"]) for group in parts.optimizer.param_groups]
 
 
-def _named(call: str, weights: str) -> str:
-    return call if weights == "best" else f"{call}(weights={weights!r})"
-
-
 class Session:
     """One model, or several, and its data on these workers. A face says what a step is."""
 
@@ -285,10 +281,10 @@ class Session:
         self._ended_with, self._rates = result.weights_sha256, _rates_of(self.parts)
         return result
 
-    def _call(self, name: str, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
+    def _call(self, name: str, once: Callable[[], Any], *, weights: str = "best", has_outcome: bool = True) -> Any:
         """What all workers do together, and again from its beginning where some are lost meanwhile.
 
-        `name`: under which they see that they do the same; empty for what does so itself.
+        `name`, with `weights`: under which they see that they do the same; empty for what does so itself.
         """
         self._session.refuse_in_step("validate, test, predict or save")
         world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
@@ -300,7 +296,7 @@ class Session:
 
         def compared() -> Any:
             if name:
-                compare_calls(world, name)
+                compare_calls(world, name if weights == "best" else f"{name}(weights={weights!r})")
             return once()
 
         return rendezvous.make(
@@ -323,7 +319,7 @@ class Session:
         evaluation = self._evaluation("validation")
         with randomness.undisturbed():
             values: dict[str, float] = self._call(
-                _named("validate", weights), lambda: self._validate(evaluation, weights)
+                "validate", lambda: self._validate(evaluation, weights), weights=weights
             )
         return values
 
@@ -364,7 +360,7 @@ class Session:
         """
         evaluation = self._evaluation("test")
         with randomness.undisturbed():
-            values: dict[str, float] = self._call(_named("test", weights), lambda: self._test(evaluation, weights))
+            values: dict[str, float] = self._call("test", lambda: self._test(evaluation, weights), weights=weights)
         return values
 
     @answers("trainer.predict", OF_PREDICT)
@@ -387,7 +383,7 @@ class Session:
         prediction = Prediction(self._passes(dataset, "prediction"), forward or of_inputs)
         with randomness.undisturbed():
             return self._call(
-                _named("predict", weights), lambda: self._predict(dataset, prediction, weights), has_outcome=False
+                "predict", lambda: self._predict(dataset, prediction, weights), weights=weights, has_outcome=False
             )
 
     def _predict(self, dataset: Dataset[Any], prediction: Prediction, weights: Literal["best", "last"]) -> Any:
@@ -420,7 +416,7 @@ class Session:
         """
         file = Path(path)
         check_path(file)
-        self._call(_named("save", weights), lambda: self._save(file, weights))
+        self._call("save", lambda: self._save(file, weights), weights=weights)
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
         holding, keep = self.parts.strategy.holding, self.world.is_rank_0

@@ -199,18 +199,18 @@ class AfterStep:
         self.callback_watch = CallbackWatch(self.parts.callbacks, self.parts.trained)
         exchanges = training.bad_steps.drifts
         self.all: tuple[Callable[[], None], ...] = (
-            *((self.exchange,) if exchanges else ()),
-            self.end_epoch,
-            self.act_after_epoch,
-            self.compare_pace,
-            self.validate_if_due,
+            *((self._exchange,) if exchanges else ()),
+            self._end_epoch,
+            self._act_after_epoch,
+            self._compare_pace,
+            self._validate_if_due,
             self.keep_best,
-            self.save_if_due,
+            self._save_if_due,
         )
-        self.before_validation = self.all.index(self.validate_if_due)
+        self.before_validation = self.all.index(self._validate_if_due)
         """How much is done when only a validation, and what is kept on disk, is left to do."""
         training.all_actions = training.done_actions = len(self.all)
-        training.first_duty = 0 if exchanges else self.all.index(self.compare_pace)
+        training.first_duty = 0 if exchanges else self.all.index(self._compare_pace)
         training.before = training.now()
 
     def do(self, most: int | None = None) -> None:
@@ -220,13 +220,13 @@ class AfterStep:
             self.all[training.done_actions]()
             training.done_actions += 1
 
-    def is_at_end(self) -> bool:
+    def _is_at_end(self) -> bool:
         """Whether the run is as long as it was asked to be, and no one has asked it to stop before."""
         return not self.training.stop_signals.granted and bool(reached(self.training.limit, self.training.now()))
 
     # Those of the training itself.
 
-    def exchange(self) -> None:
+    def _exchange(self) -> None:
         """Where workers step alone: exchange what is due after the last step, and report the step with its cost."""
         world = self.parts.world
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
@@ -240,15 +240,14 @@ class AfterStep:
         )
         self.step_reporter.read()
 
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """Report the epoch's sums and begin new ones, where the last step ended one; the schedule may follow epochs."""
         if self.training.ends_epoch:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
             self.training.schedule.after_epoch()
 
-    def act_after_epoch(self) -> None:
-        """Let callbacks act, where the last step ended an epoch."""
+    def _act_after_epoch(self) -> None:
         if self.training.ends_epoch:
             self.call_callbacks("after_epoch")
 
@@ -260,24 +259,23 @@ class AfterStep:
             randomness.seed_compute(self.training.settings.seed, randomness.CALLBACK, step)
             parts.callbacks.call(point, parts.moment(step, self.training.now().epochs, **more))
 
-    def compare_pace(self) -> None:
+    def _compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
         if self.pace is not None and self.pace.is_due(self.training.before.seconds, self.state.seconds):
             self.pace.compare(self.training.taken)
 
     # Validation.
 
-    def validate_if_due(self) -> None:
-        """Validate where that is due after the last step."""
+    def _validate_if_due(self) -> None:
         if self.training.validation is None:
             self.state.validation_due = False
-        elif self.validation_is_due():
+        elif self._validation_is_due():
             self.validate()
 
-    def validation_is_due(self) -> bool:
+    def _validation_is_due(self) -> bool:
         """Whether a validation is due after the last step. After the last of a run it is, before that is saved."""
         is_due = self.state.validation_due or due(self.validate_every, self.training.before, self.training.now())
-        return is_due or self.is_at_end()
+        return is_due or self._is_at_end()
 
     def validate(self) -> None:
         """Evaluate, and let early stopping and a plateau schedule judge.
@@ -303,8 +301,8 @@ class AfterStep:
         self.dataset_watch.look()
         state.validated_at, state.validation_due = state.step, False
         schedule.check_watched(values)
-        best = self.note_values(values)
-        self.say_nan(values[schedule.best_rule.metric])
+        best = self._note_values(values)
+        self._say_nan(values[schedule.best_rule.metric])
         self.call_callbacks("after_validation", values=dict(values))
         training.schedule.after_validation(values[schedule.rule.metric])
         position = state.position  # where the next step begins
@@ -319,7 +317,7 @@ class AfterStep:
             )
         )
 
-    def note_values(self, values: Mapping[str, float]) -> bool:
+    def _note_values(self, values: Mapping[str, float]) -> bool:
         """Whether a validation is the best so far, by the metric that says so; early stopping may end the run."""
         state, rule, chosen = self.state, self.snapshot_schedule.rule, self.snapshot_schedule.best_rule
         best = chosen.better(values[chosen.metric], state.best)
@@ -336,7 +334,7 @@ class AfterStep:
             state.ended = f"{rule.metric} has not become better{by} for {times}{nan}"
         return best
 
-    def say_nan(self, value: float) -> None:
+    def _say_nan(self, value: float) -> None:
         """Say once that a validation by which the best model is chosen is NaN."""
         if math.isnan(value) and not self.said_nan:
             self.said_nan, step, metric = True, self.state.step, self.snapshot_schedule.best_rule.metric
@@ -352,8 +350,7 @@ class AfterStep:
             self.step_reporter.check_weights()
             self.snapshot_schedule.save_best(state)
 
-    def save_if_due(self) -> None:
-        """Make a snapshot where that is due after the last step."""
+    def _save_if_due(self) -> None:
         training = self.training
         is_due = training.save_again or due(self.snapshot_every, training.before, training.now())
         if is_due and self.snapshot_schedule.saved_at != self.state.step:
@@ -378,7 +375,7 @@ class AfterStep:
         """Do what is due after the last step and needs no other worker, and note whether a validation is left to do."""
         training, state = self.training, self.state
         self.do(self.before_validation)
-        is_open = (training.done_actions == self.before_validation and self.validation_is_due()) or self.is_at_end()
+        is_open = (training.done_actions == self.before_validation and self._validation_is_due()) or self._is_at_end()
         state.validation_due = training.validation is not None and state.validated_at != state.step and is_open
 
 
@@ -407,13 +404,11 @@ class Loop:
         self.stepper.counting.settled = False
         self.after_step.call_callbacks("begin")
         self.after_step.callback_watch.begin()
+        self.after_step.do()
         steps: Steps | None = None
         reason = ""
-        while True:
-            self.after_step.do()
+        while not training.change_granted:
             now = training.now()
-            if training.change_granted:
-                break
             if reason := training.stop_signals.granted or state.ended or reached(training.limit, now):
                 break
             if steps is None:
@@ -422,6 +417,7 @@ class Loop:
             self.stepper.train_step(steps)
             if not training.bad_steps.drifts:  # else it is reported with what its workers exchange after it
                 self.step_reporter.read()
+            self.after_step.do()
         if steps is not None:
             steps.close()  # and not when no one holds it any more: then each loader process would be waited for for 5 s
         if reason:

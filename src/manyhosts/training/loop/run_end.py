@@ -8,6 +8,7 @@ several do, one after another, so that the second finds what the first has made.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -44,25 +45,23 @@ class RunEnd:
         Raises:
             TrainingError: it is not, and there is none left that may go.
         """
-        snapshot_schedule, step = self._training.snapshot_schedule, self._training.state.step
-        if snapshot_schedule.saved_at != step:
-            loop.after_step.save()
-        snapshot_schedule.finish()
-        tried_again = False
-        while not snapshot_schedule.has_complete(step):
-            if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
+        schedule, step = self._training.snapshot_schedule, self._training.state.step
+        for tried in itertools.count():
+            if tried or schedule.saved_at != step:
+                loop.after_step.save()
+            schedule.finish()
+            if schedule.has_complete(step):
+                return
+            if tried and not (schedule.is_short_of_room() and schedule.drop_oldest()):
                 # Rank 0 alone knows all of it.
-                remedy = "make room on that disk" if snapshot_schedule.is_short_of_room() else "mend that"
-                reported = [snapshot_schedule.trouble, f"{remedy} and start again. {snapshot_schedule.last_good()}"]
+                remedy = "make room on that disk" if schedule.is_short_of_room() else "mend that"
+                reported = [schedule.trouble, f"{remedy} and start again. {schedule.last_good()}"]
                 trouble, fix = gather_plain(self._training.parts.world, reported)[0]
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
-                    where=str(snapshot_schedule.store.folder),
+                    where=str(schedule.store.folder),
                     fix=fix,
                 )
-            tried_again = True
-            loop.after_step.save()
-            snapshot_schedule.finish()
 
     @contextmanager
     def failures_recorded(self) -> Iterator[None]:

@@ -206,7 +206,6 @@ class Training:
     def __post_init__(self) -> None:
         parts, settings = self.parts, self.settings
         self.limit = Duration.parse(settings.duration, where="fit(…)")
-        """How long it is to be."""
         self.numbers = DeferredMetrics(parts.world.device)
         self.schedule = Schedule(parts.schedule, settings.schedule_every)
         self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)

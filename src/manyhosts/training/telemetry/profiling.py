@@ -121,18 +121,23 @@ class Profiling:
 
 def _operators(averages: Any, title: str, attribute: str, steps: int, seconds: float) -> list[str]:
     """Those that took the most time for themselves, what they call left out; none where that device did nothing."""
-    own = [(getattr(each, attribute) / 1e6, each.count, each.key) for each in averages]
-    own = [row for row in own if row[0] > 0 and not row[2].startswith("ProfilerStep")]
-    total = sum(taken for taken, _, _ in own)
-    if not total:
+    own = sorted(
+        (
+            (getattr(each, attribute) / 1e6, each.count, each.key)
+            for each in averages
+            if getattr(each, attribute) > 0 and not each.key.startswith("ProfilerStep")
+        ),
+        reverse=True,
+    )
+    if not own:
         return []
-    shown = sorted(own, reverse=True)[:_MOST_OPERATORS]
+    total = sum(taken for taken, _, _ in own)
     return [
         "",
         f"{title:<48}{'ms a step':>12}{'share':>9}{'calls a step':>14}",
         *(
             f"  {key[:44]:<46}{1e3 * taken / steps:>12.3f}{100 * taken / total:>7.1f} %{calls / steps:>14.1f}"
-            for taken, calls, key in shown
+            for taken, calls, key in own[:_MOST_OPERATORS]
         ),
         f"  {'all operators together':<46}{1e3 * total / steps:>12.3f}  (of {1e3 * seconds / steps:.3f} ms of a step)",
     ]

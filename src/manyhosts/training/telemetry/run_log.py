@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -278,9 +279,8 @@ class RunLog:
         else:
             self.report("busy")
         if isinstance(event, LossLooked) and self.world.is_rank_0:
-            record = RunRecord.read(self.directory.run_json)
-            found = {"outcome": event.outcome, "text": event.text}
-            dataclasses.replace(record, same_answer=found).write(self.directory.run_json)
+            path, found = self.directory.run_json, {"outcome": event.outcome, "text": event.text}
+            dataclasses.replace(RunRecord.read(path), same_answer=found).write(path)
         self.news(event)
 
     def say(self, text: str, step: int) -> None:
@@ -340,9 +340,8 @@ class RunLog:
         for path in self.directory.samples(world.rank).parent.glob("samples-*.jsonl"):
             rank = int(path.stem.removeprefix("samples-"))
             if rank >= world.size and rank % world.size == world.rank:
-                of_another = SamplesFile(path)
-                of_another.resume_at(step)
-                of_another.close()
+                with closing(SamplesFile(path)) as of_another:
+                    of_another.resume_at(step)
 
 
 def _warn(text: str) -> None:

@@ -287,10 +287,8 @@ class Fit:
         assert self.recovery is not None, "where no worker continues none joins, and a break ends the run"
         try:
             self.recovery.go_on(error)
-        except CallAlreadyFinished:
-            raise
         except Exception:
-            if self.recovery.refused:
+            if self.recovery.refused:  # and so they have not finished without this worker
                 LastSnapshot(self.loop).make()
                 if self.training.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
                     self.run_end.record("interrupted", self.training.stop_signals.granted)

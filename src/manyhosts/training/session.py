@@ -449,15 +449,17 @@ class Session:
         with holding(weights, self.parts, self._run) as used:
             values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
         if self._run is not None:
-            news = TestDone(
-                step=self._run.state.step,
-                values=values,
-                seconds=time.perf_counter() - begin,
-                time=time.time(),
-                weights="best" if used.is_best else "last",
-                weights_step=used.step,
+            self._emit(
+                self._run,
+                TestDone(
+                    step=self._run.state.step,
+                    values=values,
+                    seconds=time.perf_counter() - begin,
+                    time=time.time(),
+                    weights="best" if used.is_best else "last",
+                    weights_step=used.step,
+                ),
             )
-            self._emit(self._run, news)
         else:
             self._say(f"tested: {used}")
         return values

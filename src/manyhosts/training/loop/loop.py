@@ -150,8 +150,10 @@ class StepReporter:
         """
         count, step = len(self.left_out), self.training.state.step
         if count and count == step:
-            what = f"each of the {count} steps was left out, so no weight has changed"
-            raise self._end(what, f"steps {min(self.left_out)} to {max(self.left_out)}")
+            raise self._end(
+                f"each of the {count} steps was left out, so no weight has changed",
+                f"steps {min(self.left_out)} to {max(self.left_out)}",
+            )
         if count:
             how_many = f"{count} steps were" if count > 1 else "1 step was"
             of_which = f"steps {self.first} to {step}" if self.first > 1 else f"the {step} until here"
@@ -222,7 +224,7 @@ class AfterStep:
 
     def _is_at_end(self) -> bool:
         """Whether the run is as long as it was asked to be, and no one has asked it to stop before."""
-        return not self.training.stop_signals.granted and bool(reached(self.training.limit, self.training.now()))
+        return not self.training.stop_signals.number and bool(reached(self.training.limit, self.training.now()))
 
     # Those of the training itself.
 
@@ -338,8 +340,10 @@ class AfterStep:
         """Say once that a validation by which the best model is chosen is NaN."""
         if math.isnan(value) and not self.said_nan:
             self.said_nan, step, metric = True, self.state.step, self.snapshot_schedule.best_rule.metric
-            text = f"the validation of step {step} gives {metric} nan, which is never the best: see its samples for nan"
-            self.training.run_log.say(text, step)
+            self.training.run_log.say(
+                f"the validation of step {step} gives {metric} nan, which is never the best: see its samples for nan",
+                step,
+            )
 
     # What is kept on disk.
 

@@ -82,9 +82,7 @@ def due(every: Duration, before: Progress, now: Progress) -> bool:
 
 
 def _passed(every: float | None, before: float, now: float) -> bool:
-    if every is None:
-        return False
-    return math.floor(now / every + _A_LITTLE) > math.floor(before / every + _A_LITTLE)
+    return every is not None and math.floor(now / every + _A_LITTLE) > math.floor(before / every + _A_LITTLE)
 
 
 _ONE_WISH_S = 0.3
@@ -150,10 +148,8 @@ class StopSignals:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within, the first signal is a wish. Other threads than the main one cannot listen to signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._before: dict[int, Any] = {known: signal.signal(known, self._on_signal) for known in _HEARD}
+        heard = _HEARD if threading.current_thread() is threading.main_thread() else ()
+        self._before: dict[int, Any] = {known: signal.signal(known, self._on_signal) for known in heard}
         try:
             yield
         finally:

@@ -362,9 +362,8 @@ class StragglerMonitor:
             self._compare_links(timed.step, hosts, factors)
 
     def _compare_links(self, step: int, hosts: Sequence[str], factors: Mapping[str, float]) -> None:
-        begin = time.perf_counter()
-        may = self._probed_s < MOST_OF_THE_TIME * (begin - self._begin) or self._links.is_unsure
-        if not self._world.agree(float(may)):
+        is_cheap = self._probed_s < MOST_OF_THE_TIME * (time.perf_counter() - self._begin)
+        if not self._world.agree(float(is_cheap or self._links.is_unsure)):
             return
         begin = time.perf_counter()
         seconds = links.measure(self._world, hosts)

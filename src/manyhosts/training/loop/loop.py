@@ -55,7 +55,7 @@ class StepReporter:
         while world.notes:
             self.training.run_log.say(world.notes.pop(0), step)
         while world.news:
-            self.training.emit(world.news.pop(0)(step=step, time=time.time()))
+            self.training.run_log.emit(world.news.pop(0)(step=step, time=time.time()))
 
     def of_step(self, numbers: StepMetricValues) -> None:
         """Report a step, add it to its epoch's sums, and hear what the workers decide together.
@@ -74,29 +74,30 @@ class StepReporter:
             state.epoch_weight += weight
             state.epoch_samples += facts.samples
         state.epoch_seconds += facts.timing.total
-        self.training.emit(
-            StepDone(
-                step=facts.step,
-                epoch=facts.epoch,
-                loss=numbers.values["loss"],
-                lr=facts.lr,
-                samples=facts.samples,
-                gradient_norm=numbers.gradient_norm,
-                timing=facts.timing,
-                bytes_sent=facts.bytes_sent,
-                exchange_seconds=facts.exchange_s,
-                weight=facts.weight,
-                time=facts.time,
-                values={name: value for name, value in numbers.values.items() if name != "loss"},
-            )
+        done = StepDone(
+            step=facts.step,
+            epoch=facts.epoch,
+            loss=numbers.values["loss"],
+            lr=facts.lr,
+            samples=facts.samples,
+            gradient_norm=numbers.gradient_norm,
+            timing=facts.timing,
+            bytes_sent=facts.bytes_sent,
+            exchange_seconds=facts.exchange_s,
+            weight=facts.weight,
+            time=facts.time,
+            values={name: value for name, value in numbers.values.items() if name != "loss"},
         )
+        self.training.run_log.emit(done)
+        if self.training.profiling is not None:
+            self.training.profiling.hear(done)
         if self.rate is not None and (text := self.rate.note(facts.lr, facts.step)):
             self.training.run_log.say(text, facts.step)
 
     def of_epoch(self) -> None:
         """Report the sums of the epoch that has ended, and begin new ones."""
         state = self.training.state
-        self.training.emit(
+        self.training.run_log.emit(
             EpochDone(
                 step=state.step,
                 epoch=state.position.epoch - 1,
@@ -308,7 +309,7 @@ class AfterStep:
         self.call_callbacks("after_validation", values=dict(values))
         training.schedule.after_validation(values[schedule.rule.metric])
         position = state.position  # where the next step begins
-        training.emit(
+        training.run_log.emit(
             ValidationDone(
                 step=state.step,
                 epoch=position.epoch if position.sample else max(position.epoch - 1, 0),

@@ -20,7 +20,6 @@ from typing import Any
 
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Step
-from manyhosts.events import Event
 from manyhosts.training.evaluation.evaluate import OfAllSets
 from manyhosts.training.loop.learning_rate import Schedule
 from manyhosts.training.loop.numbers import BadSteps, DeferredMetrics
@@ -206,12 +205,6 @@ class Training:
         self.schedule = Schedule(parts.schedule, settings.schedule_every)
         self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
         self.start_clock()
-
-    def emit(self, news: Event) -> None:
-        """Pass an event to the listeners, and to a profile that is being made."""
-        self.run_log.emit(news)
-        if self.profiling is not None:
-            self.profiling.hear(news)
 
     def now(self) -> Progress:
         """How far the run has come, in numbers that are equal on all workers."""

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from manyhosts import device
 from manyhosts.communication.world import World
 from manyhosts.config.profile import ProfileRequest
-from manyhosts.events import Event, StepDone, StepTiming
+from manyhosts.events import StepDone, StepTiming
 
 WARM_UP = 5
 """Steps of a run before those that are profiled."""
@@ -50,9 +50,9 @@ class Profiling:
         self._began = 0.0
         self._is_over = False
 
-    def hear(self, event: Event) -> None:
+    def hear(self, step: StepDone) -> None:
         """Begin after the steps that warm up, and end after those that were asked for."""
-        if self._is_over or not isinstance(event, StepDone):
+        if self._is_over:
             return
         if self._warming:
             self._warming -= 1
@@ -62,7 +62,7 @@ class Profiling:
                     self._profiler = profile(activities=[ProfilerActivity.CPU, *device.activities(self._world.device)])
                     self._profiler.start()
             return
-        self._steps.append(event)
+        self._steps.append(step)
         if self._profiler is not None:
             self._profiler.step()  # a mark between two steps
         if len(self._steps) == self._request.steps:

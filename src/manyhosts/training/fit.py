@@ -197,7 +197,7 @@ class Fit:
                 f"model, are in {kept}"
             )
         if loaded is None and self.recovery is not None:
-            # What changes before the first step is made again.
+            # In a step, and not in what comes before the first one.
             changed = training.inconsistent and max(training.tried, training.under_way) > 0
             if self.world.any(changed):
                 raise NoWorkerHasState(

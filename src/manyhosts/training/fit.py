@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +25,6 @@ from manyhosts.events import Listener, Note, Recovered
 from manyhosts.launchers.named_runs import keep_failure
 from manyhosts.records.run_directory import RunDirectory
 from manyhosts.snapshot.fingerprint import weights_sha256
-from manyhosts.snapshot.load import Loaded
 from manyhosts.strategies.audit import WrongBits
 from manyhosts.training.consistency.same_given import (
     compare_calls,
@@ -99,7 +97,6 @@ class Fit:
         )
         self.run_end = RunEnd(self.training)
         provider.run, provider.records = self.state, self.run_log
-        self.loaded: Loaded | None = None
         self.loop: Loop
         self.recovery: Rendezvous | None = None
         self.has_end = True
@@ -107,9 +104,9 @@ class Fit:
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, whichever workers go and come, and record how it ended."""
-        bad, survives, layout = None, not why_not_survive(self.parts), self.parts.strategy.layout()
-        survives = survives and (layout is None or self.calls.trainers == 1)
-        survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=survives, layout=layout)
+        bad, layout = None, self.parts.strategy.layout()
+        may_survive = not why_not_survive(self.parts) and (layout is None or self.calls.trainers == 1)
+        survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=may_survive, layout=layout)
         try:
             with self.report_failures():
                 self.make_loop(survives=survives)
@@ -117,21 +114,19 @@ class Fit:
                 with self.run_end.failures_recorded(), self.training.stop_signals.listening():
                     while True:
                         try:
-                            self.go_back(bad)
-                            bad = None
+                            found, bad = bad, None  # who continues where this breaks off will come to it again
+                            self.go_back(found)
                             if reason := self.loop.train():
                                 outcome = self.conclude(reason)
                                 break
-                        except BadStep as found:
+                        except BadStep as error:
                             self.training.inconsistent = True  # that is of use to those that have not come so far
-                            bad = found
+                            bad = error
                         except WrongBits as wrong:
-                            bad = None
                             self.leave_out(wrong)
                         except Exception as error:
                             if self.recovery is None or not is_connection_error(error):
                                 raise
-                            bad = None  # the one that continues is before it, and will come to it again
                             self.recover(error)
                         else:
                             self.recover(None)  # nothing broke: somebody waits to join
@@ -139,37 +134,40 @@ class Fit:
             outcome = passed.outcome
             self.take_end(outcome, replaces=passed.replaces)
         self.calls.done(outcome)
-        return self.result(outcome)
+        if outcome["asked_by"]:
+            self._exit_by(outcome["asked_by"])
+        return Result(**outcome["result"], run_dir=self.directory.path)
 
     # The beginning.
 
     def make_loop(self, *, survives: bool) -> None:
         """Make what trains and, where others continue without a lost worker, what takes this one through that."""
-        training, settings, run_log = self.training, self.settings, self.run_log
-        balance = Balance(self.parts.cut_batches) if settings.balance == "speed" else None
+        training, run_log = self.training, self.run_log
+        balance = Balance(self.parts.cut_batches) if self.settings.balance == "speed" else None
         pace = StragglerMonitor(self.world, run_log.remembered, run_log.emit, balance) if self.world.is_shared else None
-        training.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.emit)
+        training.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.say)
         training.survives = survives
         self.loop = Loop(training, pace)
         if survives:
             shared = SharedTraining(self.provider, self.loop, begin=self.begin)
-            self.recovery = Rendezvous(self.calls, shared, most=settings.virtual_workers or 0)
+            self.recovery = Rendezvous(self.calls, shared, most=self.settings.virtual_workers or 0)
 
     def enter(self) -> None:
         """Begin, whichever workers go and come meanwhile; or come to those that have begun."""
         recovery = self.recovery
-        if recovery is not None and self.world.is_joining:
-            recovery.join()
-            return
-        try:
-            if recovery is not None:
-                recovery.check()
+        if recovery is None:
             self.begin()
-        except Exception as error:
-            if recovery is None or not is_connection_error(error):
-                raise
-            recovery.work.stand_nowhere()
-            recovery.go_on(error)  # perhaps where others have come to by then
+        elif self.world.is_joining:
+            recovery.join()
+        else:
+            try:
+                recovery.check()
+                self.begin()
+            except Exception as error:
+                if not is_connection_error(error):
+                    raise
+                recovery.work.stand_nowhere()
+                recovery.go_on(error)  # perhaps where others have come to by then
 
     def begin(self) -> None:
         """Open the run directory, take up its newest snapshot that fits, and report where the run begins.
@@ -186,52 +184,57 @@ class Fit:
         if isinstance(source := self.parts.source, IndexedSource):
             compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
         self._open_directory()  # no one looks into it before rank 0 has made it
-        was_changed = self._was_changed()
-        found, self.loaded = self.snapshot_schedule.begin()
-        if was_changed and self.loaded is not None:
+        was_changed, schedule, training = self._was_changed(), self.snapshot_schedule, self.training
+        found, loaded = schedule.begin()
+        if was_changed and loaded is not None:
             self.world.notes.append(
                 f"the model was changed after the last fit, and training continues from the snapshot of step "
                 f"{found.step}, without that change: make it in a callback, or begin another run by init_from="
             )
-        if self.loaded is None and self.snapshot_schedule.store.leads_disk() and (kept := self.directory.set_aside()):
+        if loaded is None and schedule.store.leads_disk() and (kept := self.directory.set_aside()):
             self.world.notes.append(
                 "there is no snapshot to continue from, so training begins again; the records of before, and the best "
                 f"model, are in {kept}"
             )
-        training, validation = self.training, self.training.validation
-        changed = (
-            training.inconsistent and max(training.tried, training.under_way) > 0
-        )  # and not in what comes before the first step
-        if self.loaded is None and self.recovery is not None and self.world.any(changed):
-            raise NoWorkerHasState("workers were lost while the model changed, and there is no snapshot to go back to")
+        if loaded is None and self.recovery is not None:
+            # In a step, and not in what comes before the first one.
+            changed = training.inconsistent and max(training.tried, training.under_way) > 0
+            if self.world.any(changed):
+                raise NoWorkerHasState(
+                    "workers were lost while the model changed, and there is no snapshot to go back to"
+                )
         self.state.become(found)
         self.parts.weighing.take_up(found.counts_by)
         with self.parts.strategy.averaged(self.parts.trained):
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
-        lengths, optimizer = {"duration": str(self.settings.duration)}, optimizer_described(self.parts.optimizer)
-        compare_descriptions(self.world, {"arguments of fit": lengths, "optimizers": optimizer})
+        compare_descriptions(
+            self.world,
+            {
+                "arguments of fit": {"duration": str(self.settings.duration)},
+                "optimizers": optimizer_described(self.parts.optimizer),
+            },
+        )
+        validation = training.validation
         if validation is not None and (names := validation.look(self.parts.model)):
-            self.snapshot_schedule.check_watched(names)
+            schedule.check_watched(names)
         if validation is not None and (keeping := validation.stateful_metrics):
             self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
         self.loop.be_at_snapshot()
         training.start_clock()
-        self.run_log.open_records(
-            self.state.step,
-            is_over=self.loaded is not None and bool(self.state.ended or reached(training.limit, training.now())),
-        )
-        if self.snapshot_schedule.second is not None:
-            self.snapshot_schedule.second.catch_up()
+        is_over = loaded is not None and bool(self.state.ended or reached(training.limit, training.now()))
+        self.run_log.open_records(self.state.step, is_over=is_over)
+        if schedule.second is not None:
+            schedule.second.catch_up()
         why_not = (
             "" if self.recovery else why_not_survive(self.parts) or "no one can continue since a call before this one"
         )
-        announce(training, self.loaded, why_not_survive=why_not)
+        announce(training, loaded, why_not_survive=why_not)
 
     def _was_changed(self) -> bool:
         """Whether somebody has changed the model since the last `fit`, as far as a worker that holds it all can say."""
-        before, self.ended_with = self.ended_with, ""
-        holds_all = bool(before) and self.parts.strategy.mesh.parts == 1
-        return holds_all and weights_sha256(self.parts.model, self.parts.strategy.holding) != before
+        before, self.ended_with, strategy = self.ended_with, "", self.parts.strategy
+        holds_all = bool(before) and strategy.mesh.parts == 1
+        return holds_all and weights_sha256(self.parts.model, strategy.holding) != before
 
     def _open_directory(self) -> None:
         """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
@@ -284,10 +287,8 @@ class Fit:
         assert self.recovery is not None, "where no worker continues none joins, and a break ends the run"
         try:
             self.recovery.go_on(error)
-        except CallAlreadyFinished:
-            raise
         except Exception:
-            if self.recovery.refused:
+            if self.recovery.refused:  # and so they have not finished without this worker
                 LastSnapshot(self.loop).make()
                 if self.training.stop_signals.grant_own():  # a worker was lost, or came, when all were asked
                     self.run_end.record("interrupted", self.training.stop_signals.granted)
@@ -329,44 +330,37 @@ class Fit:
         after_step.keep_best()
         self.run_end.save(self.loop)
         if text := self.snapshot_schedule.put_aside_best(state):
-            self.run_log.emit(Note(text=text, step=state.step, time=time.time()))
+            self.run_log.say(text, state.step)
         after_step.call_callbacks("end")
         self.snapshot_schedule.finish_copies(partial(self.run_log.report, "busy"))
         self.parts.strategy.average(self.parts.trained)  # a run ends with one model
         compare_weights(self.parts, f"at the end, at step {state.step}")
         if (auditor := self.parts.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
-            self.run_log.emit(Note(text=text, step=state.step, time=time.time()))
+            self.run_log.say(text, state.step)
         if text := self.parts.strategy.about_time():
-            self.run_log.emit(Note(text=text, step=state.step, time=time.time()))
+            self.run_log.say(text, state.step)
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
         weights = self.run_end.record(status, reason, is_failure=False)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.keep_end()
-        result = {
-            "status": status,
-            "reason": reason,
-            "steps": state.step,
-            "epochs": self.parts.source.epochs(state.position),
-            "validation": dict(state.validation),
-            "best": state.best,
-            "best_step": state.best_step,
-            "seconds": state.seconds,
-            "weights_sha256": weights,
-        }
         if self.recovery is not None:
             self.world.barrier()  # no one leaves before everybody has done its part
         return {
-            "result": result,
+            "result": {
+                "status": status,
+                "reason": reason,
+                "steps": state.step,
+                "epochs": self.parts.source.epochs(state.position),
+                "validation": dict(state.validation),
+                "best": state.best,
+                "best_step": state.best_step,
+                "seconds": state.seconds,
+                "weights_sha256": weights,
+            },
             "run": state.to_dict(),
-            "asked_by": stop_signals.number if stop_signals.granted else 0,
+            "asked_by": stop_signals.number,
         }
-
-    def result(self, outcome: dict[str, Any]) -> Result:
-        """What came out, for the script; where a signal has asked to stop, the script ends with it."""
-        if outcome["asked_by"]:
-            self._exit_by(outcome["asked_by"])
-        return Result(**outcome["result"], run_dir=self.directory.path)
 
     def _exit_by(self, number: int) -> NoReturn:
         """End this script as that signal has asked it to."""

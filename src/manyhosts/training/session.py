@@ -93,26 +93,26 @@ class Options(TypedDict, total=False):
     run_dir: str | Path | None
 
 
+_NO_SETTINGS = ("metrics", "listeners", "callbacks", "init_from", "run_dir")
+_OF_DATA = ("batch_size", "batch_size_per_worker", "evaluation_batch_size", "drop_last", "shuffle", "loader_workers")
+
+
 def settings_of(data: Data, options: Options) -> Settings:
     """The plain values among what was given, as the command line has changed them."""
-    best, no_settings = options.get("best"), ("metrics", "listeners", "callbacks", "init_from", "run_dir")
-    given: dict[str, Any] = {name: each for name, each in options.items() if name not in no_settings}
-    given["mesh"] = given.get("strategy") if isinstance(given.get("strategy"), Mesh) else None
-    given["strategy"] = DDP() if given.get("strategy") is None else named(given["strategy"])
-    if not isinstance(snapshots := given.get("snapshots"), Snapshots | None):
+    asked: dict[str, Any] = {**options}
+    best, strategy, snapshots = (asked.get(name) for name in ("best", "strategy", "snapshots"))
+    way = DDP() if strategy is None else named(strategy)
+    if not isinstance(snapshots, Snapshots | None):
         fix = 'write snapshots=mh.Snapshots(every="1 epoch"); a run has one at its end in any case'
         raise ConfigError(f"snapshots is {snapshots!r}", where="mh.Trainer(snapshots=…)", fix=fix)
-    given["snapshots"] = snapshots or Snapshots()
-    given["best"] = Best(best) if isinstance(best, str) else best
-    for name in (
-        "batch_size",
-        "batch_size_per_worker",
-        "evaluation_batch_size",
-        "drop_last",
-        "shuffle",
-        "loader_workers",
-    ):
-        given[name] = getattr(data, name)
+    given = {
+        **{name: each for name, each in asked.items() if name not in _NO_SETTINGS},
+        **{name: getattr(data, name) for name in _OF_DATA},
+        "mesh": strategy if isinstance(strategy, Mesh) else None,
+        "strategy": way,
+        "snapshots": snapshots or Snapshots(),
+        "best": Best(best) if isinstance(best, str) else best,
+    }
     return overrides.apply(given, overrides.from_environment())
 
 
@@ -123,10 +123,6 @@ def _listed(given: Any) -> Any:
 
 def _rates_of(parts: Parts) -> list[float]:
     return [float(group["lr"]) for group in parts.optimizer.param_groups]
-
-
-def _named(call: str, weights: str) -> str:
-    return call if weights == "best" else f"{call}(weights={weights!r})"
 
 
 class Session:
@@ -176,7 +172,6 @@ class Session:
         self.data = data
         self.metrics = flattened(metrics or {})
         self.settings = with_direction(self.settings, data, self.metrics)
-        nothing_to_measure = bool(self.metrics) and data.validation is None and data.test is None
         self.loss, self.step = loss, step
         self.listeners, acting = list(listeners), Callbacks(_listed(options.get("callbacks", ())))
         check_callbacks(acting)
@@ -186,7 +181,7 @@ class Session:
         self._session = session = ProcessSession.current()
         self.world = session.world(self.settings.backend)
         self._place = RunPlace(session, options.get("run_dir"))
-        if nothing_to_measure:
+        if self.metrics and data.validation is None and data.test is None:
             self.world.notes.append("metrics= has no effect: mh.Data has neither a validation nor a test set")
         if not self._is_launched and self._place.number == 1:
             self.world.notes += [text] if (text := unread_options(self._place.script)) else []
@@ -286,10 +281,10 @@ class Session:
         self._ended_with, self._rates = result.weights_sha256, _rates_of(self.parts)
         return result
 
-    def _call(self, name: str, once: Callable[[], Any], *, has_outcome: bool = True) -> Any:
+    def _call(self, name: str, once: Callable[[], Any], *, weights: str = "best", has_outcome: bool = True) -> Any:
         """What all workers do together, and again from its beginning where some are lost meanwhile.
 
-        `name`: under which they see that they do the same; empty for what does so itself.
+        `name`, with `weights`: under which they see that they do the same; empty for what does so itself.
         """
         self._session.refuse_in_step("validate, test, predict or save")
         world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
@@ -301,7 +296,7 @@ class Session:
 
         def compared() -> Any:
             if name:
-                compare_calls(world, name)
+                compare_calls(world, name if weights == "best" else f"{name}(weights={weights!r})")
             return once()
 
         return rendezvous.make(
@@ -324,7 +319,7 @@ class Session:
         evaluation = self._evaluation("validation")
         with randomness.undisturbed():
             values: dict[str, float] = self._call(
-                _named("validate", weights), lambda: self._validate(evaluation, weights)
+                "validate", lambda: self._validate(evaluation, weights), weights=weights
             )
         return values
 
@@ -365,7 +360,7 @@ class Session:
         """
         evaluation = self._evaluation("test")
         with randomness.undisturbed():
-            values: dict[str, float] = self._call(_named("test", weights), lambda: self._test(evaluation, weights))
+            values: dict[str, float] = self._call("test", lambda: self._test(evaluation, weights), weights=weights)
         return values
 
     @answers("trainer.predict", OF_PREDICT)
@@ -388,7 +383,7 @@ class Session:
         prediction = Prediction(self._passes(dataset, "prediction"), forward or of_inputs)
         with randomness.undisturbed():
             return self._call(
-                _named("predict", weights), lambda: self._predict(dataset, prediction, weights), has_outcome=False
+                "predict", lambda: self._predict(dataset, prediction, weights), weights=weights, has_outcome=False
             )
 
     def _predict(self, dataset: Dataset[Any], prediction: Prediction, weights: Literal["best", "last"]) -> Any:
@@ -421,18 +416,17 @@ class Session:
         """
         file = Path(path)
         check_path(file)
-        self._call(_named("save", weights), lambda: self._save(file, weights))
+        self._call("save", lambda: self._save(file, weights), weights=weights)
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
+        holding, keep = self.parts.strategy.holding, self.world.is_rank_0
         best = chosen(weights, self._run)
-        state: Mapping[str, Any] = {}
         if best is None:
             with self.parts.callbacks.evaluated(self.parts.trained):
-                state = full_state(self.model.state_dict(), self.parts.strategy.holding, keep=self.world.is_rank_0)
+                state = full_state(self.model.state_dict(), holding, keep=keep)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         else:
-            base, holding = self.parts.frozen_base.tensors(), self.parts.strategy.holding
-            state = full_state(base, holding, keep=self.world.is_rank_0)  # which the best model may be kept without
+            state = full_state(self.parts.frozen_base.tensors(), holding, keep=keep)  # the best may be kept without it
         error: ConfigError | None = None
         if self.world.is_rank_0:
             try:
@@ -455,15 +449,17 @@ class Session:
         with holding(weights, self.parts, self._run) as used:
             values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
         if self._run is not None:
-            news = TestDone(
-                step=self._run.state.step,
-                values=values,
-                seconds=time.perf_counter() - begin,
-                time=time.time(),
-                weights="best" if used.is_best else "last",
-                weights_step=used.step,
+            self._emit(
+                self._run,
+                TestDone(
+                    step=self._run.state.step,
+                    values=values,
+                    seconds=time.perf_counter() - begin,
+                    time=time.time(),
+                    weights="best" if used.is_best else "last",
+                    weights_step=used.step,
+                ),
             )
-            self._emit(self._run, news)
         else:
             self._say(f"tested: {used}")
         return values

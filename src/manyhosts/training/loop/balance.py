@@ -7,6 +7,7 @@ It is no part of the state of a run: a resumed run begins with equal parts, and 
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -35,14 +36,13 @@ class Balance:
         """`batches` gives those of now: they are others when workers have gone or come."""
         self._batches = batches
         self._cuts: Cuts | None = None
-        self._sure = _FIRST
-        self._forget()
+        self._begin_anew(_FIRST)
 
-    def _forget(self) -> None:
-        self._seconds: list[float] = []
-        """What one sample or part takes each worker: the mean over the last comparisons."""
+    def _begin_anew(self, sure: int) -> None:
+        """Forget what was measured. `sure`: after how many comparisons that speak for another cut it is made."""
+        self._sure = sure
         self._heard: deque[list[float]] = deque(maxlen=_LATER)
-        """The same of each of the last comparisons, since the last change."""
+        """What one sample or part took each worker, in each of the last comparisons since the last change."""
         self._times = 0
         """Those of them, in a row, that speak for another cut."""
 
@@ -57,53 +57,51 @@ class Balance:
         `reached`: the latest that any worker has come to. Returns what is to be said of the new cut, empty where a
         change is under way, None where none is.
         """
-        cuts = self._batches().cuts
+        batches = self._batches()
+        cuts, cut = batches.cuts, batches.cuts.newest
         if cuts is not self._cuts:  # the workers are others than before
             self._cuts = cuts
-            self._forget()
-            self._sure = _FIRST
+            self._begin_anew(_FIRST)
         if since < cuts.begin_of_newest:
             return ""  # some of these steps were cut as before
-        now = self._shares(cuts.newest, len(table))
+        now = _shares(cut, batches.samples, len(table))
         if sum(now) < len(table):
             return None
-        new = [max(one.own, 1e-9) / max(share, 1) for one, share in zip(table, now, strict=True)]
-        self._heard.append(new)
-        self._seconds = [statistics.fmean(each) for each in zip(*self._heard, strict=True)]
-        wanted = shared_out(sum(now), self._seconds)
-        if self._slowest_s(wanted) > (1 - WORTH) * self._slowest_s(now):
+        self._heard.append([max(one.own, 1e-9) / max(share, 1) for one, share in zip(table, now, strict=True)])
+        seconds = [statistics.fmean(each) for each in zip(*self._heard, strict=True)]
+        wanted = shared_out(sum(now), seconds)
+        slowest_s, wanted_s = (max(map(operator.mul, shares, seconds)) for shares in (now, wanted))
+        if wanted_s > (1 - WORTH) * slowest_s:
             self._times = 0
             return None
         self._times += 1
         if self._times < self._sure:
             return ""
-        self._sure = _LATER
-        cuts.change(reached, self._cut(cuts.newest, wanted))
-        self._forget()
-        return self._sentence(wanted, [one.host for one in table])
+        cuts.change(reached, _with_shares(cut, wanted, batches.rank))
+        self._begin_anew(_LATER)
+        return _sentence(wanted, [one.host for one in table], "parts" if cut.assignment else "samples")
 
-    def _shares(self, cut: Cut, workers: int) -> list[int]:
-        """How many samples of a full batch, or parts, each worker has."""
-        if cut.assignment:
-            return [len(own) for own in cut.assignment]
-        return [end - begin for begin, end in (cut.bounds(self._batches().samples, rank) for rank in range(workers))]
 
-    def _slowest_s(self, shares: Sequence[int]) -> float:
-        return max(share * each for share, each in zip(shares, self._seconds, strict=True))
+def _shares(cut: Cut, samples: int, workers: int) -> list[int]:
+    """How many samples of a full batch, or parts, each worker has."""
+    if cut.assignment:
+        return [len(own) for own in cut.assignment]
+    return [end - begin for begin, end in (cut.bounds(samples, rank) for rank in range(workers))]
 
-    def _cut(self, before: Cut, shares: Sequence[int]) -> Cut:
-        if not before.assignment:
-            return replace(before, sizes=tuple(shares))
-        assignment = tuple(range(*ends) for ends in pairwise(accumulate(shares, initial=0)))
-        own = assignment[self._batches().rank]
-        return replace(before, first=own.start, last=own.stop, assignment=assignment)
 
-    def _sentence(self, shares: Sequence[int], hosts: Sequence[str]) -> str:
-        by_host = Counter[str]()
-        several = len(set(hosts)) > 1
-        for rank, (share, host) in enumerate(zip(shares, hosts, strict=True)):
-            by_host[f"host {host}" if several else f"rank {rank}"] += share
-        reported = ", ".join(f"{who} {share}" for who, share in list(by_host.items())[:_SHOWN])
-        rest = f" and {len(by_host) - _SHOWN} more" if len(by_host) > _SHOWN else ""
-        things = "parts" if self._cuts is not None and self._cuts.newest.assignment else "samples"
-        return f"each batch of {sum(shares)} {things} is cut by the workers' speeds now: {reported}{rest}"
+def _with_shares(before: Cut, shares: Sequence[int], rank: int) -> Cut:
+    """The cut in which each worker has its share, as worker `rank` takes part in it."""
+    if not before.assignment:
+        return replace(before, sizes=tuple(shares))
+    assignment = tuple(range(*ends) for ends in pairwise(accumulate(shares, initial=0)))
+    return replace(before, first=assignment[rank].start, last=assignment[rank].stop, assignment=assignment)
+
+
+def _sentence(shares: Sequence[int], hosts: Sequence[str], things: str) -> str:
+    by_host = Counter[str]()
+    several = len(set(hosts)) > 1
+    for rank, (share, host) in enumerate(zip(shares, hosts, strict=True)):
+        by_host[f"host {host}" if several else f"rank {rank}"] += share
+    reported = ", ".join(f"{who} {share}" for who, share in list(by_host.items())[:_SHOWN])
+    rest = f" and {len(by_host) - _SHOWN} more" if len(by_host) > _SHOWN else ""
+    return f"each batch of {sum(shares)} {things} is cut by the workers' speeds now: {reported}{rest}"

@@ -16,7 +16,7 @@ from manyhosts.data import randomness
 from manyhosts.data.steps import Steps
 from manyhosts.errors import TrainingError
 from manyhosts.evaluation.evaluate import CutOff
-from manyhosts.events import EpochDone, Note, StepDone, ValidationDone
+from manyhosts.events import EpochDone, StepDone, ValidationDone
 from manyhosts.model.held_values import CallbackWatch, DatasetWatch
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.loop.learning_rate import VanishedRate
@@ -38,19 +38,24 @@ class StepReporter:
         """The last step that was reported and whose numbers were well."""
         self.left_out: set[int] = set()
         """Steps that were reported, and whose updates were left out."""
-        self.first: int | None = None
+        self.first = 0
         """The first step that was reported: others were before it where a run was resumed, or a worker came later."""
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Report the steps whose numbers have come, and take from them what the workers decide together.
+
+        Then report what the exchanges between workers have left to be said.
 
         Raises:
             BadStep, TrainingError: see `of_step`.
         """
         for numbers in self.training.numbers.read(all_of_them=all_of_them):
             self.of_step(numbers)
-        if self.training.parts.world.notes or self.training.parts.world.news:
-            self.of_world()
+        world, step = self.training.parts.world, self.training.state.step
+        while world.notes:
+            self.training.run_log.say(world.notes.pop(0), step)
+        while world.news:
+            self.training.run_log.emit(world.news.pop(0)(step=step, time=time.time()))
 
     def of_step(self, numbers: StepMetricValues) -> None:
         """Report a step, add it to its epoch's sums, and hear what the workers decide together.
@@ -59,32 +64,40 @@ class StepReporter:
             BadStep: its numbers are none, and all are to go back to before it.
             TrainingError: its numbers are none, and that ends the run.
         """
-        self.first = numbers.facts.step if self.first is None else self.first
+        state, facts = self.training.state, numbers.facts
+        self.first = self.first or facts.step
         good = self.check(numbers)
         self.training.hear(numbers.control_flags)
-        state, facts = self.training.state, numbers.facts
         if good:
             weight = facts.samples if facts.weight is None else facts.weight
             state.epoch_loss += numbers.values["loss"] * weight
             state.epoch_weight += weight
             state.epoch_samples += facts.samples
         state.epoch_seconds += facts.timing.total
-        self.training.emit(step_done(numbers))
+        done = StepDone(
+            step=facts.step,
+            epoch=facts.epoch,
+            loss=numbers.values["loss"],
+            lr=facts.lr,
+            samples=facts.samples,
+            gradient_norm=numbers.gradient_norm,
+            timing=facts.timing,
+            bytes_sent=facts.bytes_sent,
+            exchange_seconds=facts.exchange_s,
+            weight=facts.weight,
+            time=facts.time,
+            values={name: value for name, value in numbers.values.items() if name != "loss"},
+        )
+        self.training.run_log.emit(done)
+        if self.training.profiling is not None:
+            self.training.profiling.hear(done)
         if self.rate is not None and (text := self.rate.note(facts.lr, facts.step)):
-            self.training.emit(Note(text=text, step=facts.step, time=time.time()))
-
-    def of_world(self) -> None:
-        """Report what the exchanges between workers have left to be said."""
-        world, step = self.training.parts.world, self.training.state.step
-        while world.notes:
-            self.training.emit(Note(text=world.notes.pop(0), step=step, time=time.time()))
-        while world.news:
-            self.training.emit(world.news.pop(0)(step=step, time=time.time()))
+            self.training.run_log.say(text, facts.step)
 
     def of_epoch(self) -> None:
         """Report the sums of the epoch that has ended, and begin new ones."""
         state = self.training.state
-        self.training.emit(
+        self.training.run_log.emit(
             EpochDone(
                 step=state.step,
                 epoch=state.position.epoch - 1,
@@ -111,8 +124,7 @@ class StepReporter:
         elif bad_steps.rewinds:
             raise BadStep(facts.step, trouble, where)
         if facts.weight == 0 or bad_steps.leave_out or bad_steps.rewinds:
-            text = f"step {facts.step} was left out: {trouble} ({where})"
-            self.training.emit(Note(text=text, step=facts.step, time=time.time()))
+            self.training.run_log.say(f"step {facts.step} was left out: {trouble} ({where})", facts.step)
             self.left_out.add(facts.step)
             return False
         if bad_steps.keeps_weights and (what := self._not_finite()):
@@ -137,15 +149,16 @@ class StepReporter:
         Raises:
             TrainingError: all of them were, also those before a resume, so nothing was trained.
         """
-        if self.left_out and len(self.left_out) == self.training.state.step:
-            what = f"each of the {len(self.left_out)} steps was left out, so no weight has changed"
-            raise self._end(what, f"steps {min(self.left_out)} to {max(self.left_out)}")
-        if self.left_out:
-            how_many = f"{len(self.left_out)} steps were" if len(self.left_out) > 1 else "1 step was"
-            first, last = self.first or 1, self.training.state.step
-            of_which = f"steps {first} to {last}" if first > 1 else f"the {last} until here"
-            text = f"{how_many} left out of {of_which}"
-            self.training.emit(Note(text=text, step=self.training.state.step, time=time.time()))
+        count, step = len(self.left_out), self.training.state.step
+        if count and count == step:
+            raise self._end(
+                f"each of the {count} steps was left out, so no weight has changed",
+                f"steps {min(self.left_out)} to {max(self.left_out)}",
+            )
+        if count:
+            how_many = f"{count} steps were" if count > 1 else "1 step was"
+            of_which = f"steps {self.first} to {step}" if self.first > 1 else f"the {step} until here"
+            self.training.run_log.say(f"{how_many} left out of {of_which}", step)
 
     def _not_finite(self) -> str:
         """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
@@ -174,50 +187,33 @@ def _where(facts: StepFacts) -> str:
     return f"epoch {facts.epoch + 1}, {named(facts.indices, facts.shards)}"
 
 
-def step_done(numbers: StepMetricValues) -> StepDone:
-    """The news of one step."""
-    facts = numbers.facts
-    return StepDone(
-        step=facts.step,
-        epoch=facts.epoch,
-        loss=numbers.values["loss"],
-        lr=facts.lr,
-        samples=facts.samples,
-        gradient_norm=numbers.gradient_norm,
-        timing=facts.timing,
-        bytes_sent=facts.bytes_sent,
-        exchange_seconds=facts.exchange_s,
-        weight=facts.weight,
-        time=facts.time,
-        values={name: value for name, value in numbers.values.items() if name != "loss"},
-    )
-
-
 class AfterStep:
     """Those of one loop, in order. Where a failure comes between two, the rest is done when training continues."""
 
     def __init__(self, training: Training, step_reporter: StepReporter, pace: StragglerMonitor | None) -> None:
-        parts, settings = training.parts, training.settings
-        self.training, self.step_reporter, self.pace = training, step_reporter, pace
+        self.training, self.parts, self.state, settings = training, training.parts, training.state, training.settings
+        self.snapshot_schedule, self.step_reporter, self.pace = training.snapshot_schedule, step_reporter, pace
         self.said_nan = False
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.dataset_watch = DatasetWatch(
-            parts.data_identity.dataset, parts.world, elsewhere=settings.loader_workers not in (0, "auto")
+            self.parts.data_identity.dataset, self.parts.world, elsewhere=settings.loader_workers not in (0, "auto")
         )
-        self.callback_watch = CallbackWatch(parts.callbacks, parts.trained)
+        self.callback_watch = CallbackWatch(self.parts.callbacks, self.parts.trained)
         exchanges = training.bad_steps.drifts
         self.all: tuple[Callable[[], None], ...] = (
-            *((self.exchange,) if exchanges else ()),
-            self.end_epoch,
-            self.act_after_epoch,
-            self.compare_pace,
-            self.validate_if_due,
+            *((self._exchange,) if exchanges else ()),
+            self._end_epoch,
+            self._act_after_epoch,
+            self._compare_pace,
+            self._validate_if_due,
             self.keep_best,
-            self.save_if_due,
+            self._save_if_due,
         )
+        self.before_validation = self.all.index(self._validate_if_due)
+        """How much is done when only a validation, and what is kept on disk, is left to do."""
         training.all_actions = training.done_actions = len(self.all)
-        training.first_duty = 0 if exchanges else self.all.index(self.compare_pace)
+        training.first_duty = 0 if exchanges else self.all.index(self._compare_pace)
         training.before = training.now()
 
     def do(self, most: int | None = None) -> None:
@@ -227,18 +223,17 @@ class AfterStep:
             self.all[training.done_actions]()
             training.done_actions += 1
 
-    def is_at_end(self) -> bool:
+    def _is_at_end(self) -> bool:
         """Whether the run is as long as it was asked to be, and no one has asked it to stop before."""
-        training = self.training
-        return not training.stop_signals.granted and bool(reached(training.limit, training.now()))
+        return not self.training.stop_signals.number and bool(reached(self.training.limit, self.training.now()))
 
     # Those of the training itself.
 
-    def exchange(self) -> None:
+    def _exchange(self) -> None:
         """Where workers step alone: exchange what is due after the last step, and report the step with its cost."""
-        world, strategy = self.training.parts.world, self.training.parts.strategy
+        world = self.parts.world
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
-        strategy.exchange(self.training.parts.trained)
+        self.parts.strategy.exchange(self.parts.trained)
         self.training.numbers.lengthen(
             time.perf_counter() - begin,
             exposed_s=world.exposed_s - exposed,
@@ -248,54 +243,49 @@ class AfterStep:
         )
         self.step_reporter.read()
 
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """Report the epoch's sums and begin new ones, where the last step ended one; the schedule may follow epochs."""
         if self.training.ends_epoch:
             self.step_reporter.read(all_of_them=True)
             self.step_reporter.of_epoch()
             self.training.schedule.after_epoch()
 
-    def act_after_epoch(self) -> None:
-        """Let callbacks act, where the last step ended an epoch."""
+    def _act_after_epoch(self) -> None:
         if self.training.ends_epoch:
             self.call_callbacks("after_epoch")
 
     def call_callbacks(self, point: str, **more: Any) -> None:
         """Call that method of each, as of the last step; `more`: what else they know of the moment."""
-        training, parts, step = self.training, self.training.parts, self.training.state.step
+        parts, step = self.parts, self.state.step
         if parts.callbacks:
-            training.snapshot_schedule.before_update()
-            randomness.seed_compute(training.settings.seed, randomness.CALLBACK, step)
-            parts.callbacks.call(point, parts.moment(step, training.now().epochs, **more))
+            self.snapshot_schedule.before_update()
+            randomness.seed_compute(self.training.settings.seed, randomness.CALLBACK, step)
+            parts.callbacks.call(point, parts.moment(step, self.training.now().epochs, **more))
 
-    def compare_pace(self) -> None:
+    def _compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
-        training = self.training
-        if self.pace is not None and self.pace.is_due(training.before.seconds, training.state.seconds):
-            self.pace.compare(training.taken)
+        if self.pace is not None and self.pace.is_due(self.training.before.seconds, self.state.seconds):
+            self.pace.compare(self.training.taken)
 
     # Validation.
 
-    def validate_if_due(self) -> None:
-        """Validate where that is due after the last step."""
+    def _validate_if_due(self) -> None:
         if self.training.validation is None:
-            self.training.state.validation_due = False
-        elif self.validation_is_due():
+            self.state.validation_due = False
+        elif self._validation_is_due():
             self.validate()
 
-    def validation_is_due(self) -> bool:
+    def _validation_is_due(self) -> bool:
         """Whether a validation is due after the last step. After the last of a run it is, before that is saved."""
-        training = self.training
-        is_due = training.state.validation_due or due(self.validate_every, training.before, training.now())
-        return is_due or self.is_at_end()
+        is_due = self.state.validation_due or due(self.validate_every, self.training.before, self.training.now())
+        return is_due or self._is_at_end()
 
     def validate(self) -> None:
         """Evaluate, and let early stopping and a plateau schedule judge.
 
         Where a worker is asked to stop meanwhile, all stop, and it is left until the run is resumed.
         """
-        training, state, parts = self.training, self.training.state, self.training.parts
-        schedule, signals = training.snapshot_schedule, training.stop_signals
+        training, state, parts, schedule = self.training, self.state, self.parts, self.snapshot_schedule
         assert training.validation is not None, "validate() is called where there is a validation set"
         self.step_reporter.read(all_of_them=True)
         begin, training.since = time.perf_counter(), time.monotonic()
@@ -304,33 +294,35 @@ class AfterStep:
         try:
             with parts.strategy.averaged(parts.trained), parts.callbacks.evaluated(parts.trained):
                 compare_weights(parts, f"before the validation of step {state.step}")
-                state.validation = training.validation(parts.model, asked=lambda: signals.control_flags)
+                state.validation = values = training.validation(
+                    parts.model, asked=lambda: training.stop_signals.control_flags
+                )
         except CutOff as cut:
             state.validation_due = True
-            signals.hear(cut.asked)
+            training.stop_signals.hear(cut.asked)
             return
         self.dataset_watch.look()
         state.validated_at, state.validation_due = state.step, False
-        schedule.check_watched(state.validation)
-        best = self.note_values(state.validation)
-        self.say_nan(state.validation[schedule.best_rule.metric])
-        self.call_callbacks("after_validation", values=dict(state.validation))
-        training.schedule.after_validation(state.validation[schedule.rule.metric])
-        training.emit(
+        schedule.check_watched(values)
+        best = self._note_values(values)
+        self._say_nan(values[schedule.best_rule.metric])
+        self.call_callbacks("after_validation", values=dict(values))
+        training.schedule.after_validation(values[schedule.rule.metric])
+        position = state.position  # where the next step begins
+        training.run_log.emit(
             ValidationDone(
                 step=state.step,
-                epoch=self.epoch(),
-                values=state.validation,
+                epoch=position.epoch if position.sample else max(position.epoch - 1, 0),
+                values=values,
                 best=best,
                 seconds=time.perf_counter() - begin,
                 time=time.time(),
             )
         )
 
-    def note_values(self, values: Mapping[str, float]) -> bool:
+    def _note_values(self, values: Mapping[str, float]) -> bool:
         """Whether a validation is the best so far, by the metric that says so; early stopping may end the run."""
-        state, schedule = self.training.state, self.training.snapshot_schedule
-        rule, chosen = schedule.rule, schedule.best_rule
+        state, rule, chosen = self.state, self.snapshot_schedule.rule, self.snapshot_schedule.best_rule
         best = chosen.better(values[chosen.metric], state.best)
         if best:
             state.best, state.best_step = values[chosen.metric], state.step
@@ -345,33 +337,28 @@ class AfterStep:
             state.ended = f"{rule.metric} has not become better{by} for {times}{nan}"
         return best
 
-    def say_nan(self, value: float) -> None:
+    def _say_nan(self, value: float) -> None:
         """Say once that a validation by which the best model is chosen is NaN."""
         if math.isnan(value) and not self.said_nan:
-            self.said_nan, step = True, self.training.state.step
-            metric = self.training.snapshot_schedule.best_rule.metric
-            text = f"the validation of step {step} gives {metric} nan, which is never the best: see its samples for nan"
-            self.training.emit(Note(text=text, step=step, time=time.time()))
-
-    def epoch(self) -> int:
-        """The epoch that the last step belongs to."""
-        position = self.training.state.position
-        return position.epoch if position.sample else max(position.epoch - 1, 0)
+            self.said_nan, step, metric = True, self.state.step, self.snapshot_schedule.best_rule.metric
+            self.training.run_log.say(
+                f"the validation of step {step} gives {metric} nan, which is never the best: see its samples for nan",
+                step,
+            )
 
     # What is kept on disk.
 
     def keep_best(self) -> None:
         """Write the model as the best one, where the last validation found it to be."""
-        state, schedule = self.training.state, self.training.snapshot_schedule
-        if state.validated_at == state.step == state.best_step != schedule.best_saved_at:
+        state = self.state
+        if state.validated_at == state.step == state.best_step != self.snapshot_schedule.best_saved_at:
             self.step_reporter.check_weights()
-            schedule.save_best(state)
+            self.snapshot_schedule.save_best(state)
 
-    def save_if_due(self) -> None:
-        """Make a snapshot where that is due after the last step."""
+    def _save_if_due(self) -> None:
         training = self.training
         is_due = training.save_again or due(self.snapshot_every, training.before, training.now())
-        if is_due and training.snapshot_schedule.saved_at != training.state.step:
+        if is_due and self.snapshot_schedule.saved_at != self.state.step:
             self.save()
         training.save_again = False
 
@@ -379,26 +366,22 @@ class AfterStep:
         """Make a snapshot of everything, unless a disk does not take the records of the steps that it would count."""
         self.step_reporter.read(all_of_them=True)
         self.step_reporter.check_weights()
-        training = self.training
+        run_log = self.training.run_log
         for text in self.callback_watch.look():
-            training.emit(Note(text=text, step=training.state.step, time=time.time()))
-        if training.parts.world.any(not training.run_log.flush()):
-            training.snapshot_schedule.leave_out(training.state)
+            run_log.say(text, self.state.step)
+        if self.parts.world.any(not run_log.flush()):
+            self.snapshot_schedule.leave_out(self.state)
         else:
-            training.snapshot_schedule.save(training.state)
+            self.snapshot_schedule.save(self.state)
 
     # Where training breaks off.
 
-    def before_validation(self) -> int:
-        """How much is done when only a validation, and what is kept on disk, is left to do."""
-        return self.all.index(self.validate_if_due)
-
     def leave_validation(self) -> None:
         """Do what is due after the last step and needs no other worker, and note whether a validation is left to do."""
-        state, place = self.training.state, self.before_validation()
-        self.do(place)
-        is_open = (self.training.done_actions == place and self.validation_is_due()) or self.is_at_end()
-        state.validation_due = self.training.validation is not None and state.validated_at != state.step and is_open
+        training, state = self.training, self.state
+        self.do(self.before_validation)
+        is_open = (training.done_actions == self.before_validation and self._validation_is_due()) or self._is_at_end()
+        state.validation_due = training.validation is not None and state.validated_at != state.step and is_open
 
 
 class Loop:
@@ -407,8 +390,6 @@ class Loop:
     def __init__(self, training: Training, pace: StragglerMonitor | None = None) -> None:
         """`pace`: see `AfterStep`."""
         self.training = training
-        self.exchanges = training.bad_steps.drifts
-        """Whether workers step alone, and exchange something after a step."""
         self.step_reporter = StepReporter(training)
         self.after_step = AfterStep(training, self.step_reporter, pace)
         self.stepper = Stepper(training)
@@ -428,12 +409,10 @@ class Loop:
         self.stepper.counting.settled = False
         self.after_step.call_callbacks("begin")
         self.after_step.callback_watch.begin()
+        self.after_step.do()
         steps: Steps | None = None
-        while True:
-            self.after_step.do()
-            if training.change_granted:
-                reason = ""
-                break
+        reason = ""
+        while not training.change_granted:
             now = training.now()
             if reason := training.stop_signals.granted or state.ended or reached(training.limit, now):
                 break
@@ -441,8 +420,9 @@ class Loop:
                 steps = parts.source.steps(state.position, state.stream)
             training.before = now
             self.stepper.train_step(steps)
-            if not self.exchanges:
+            if not training.bad_steps.drifts:  # else it is reported with what its workers exchange after it
                 self.step_reporter.read()
+            self.after_step.do()
         if steps is not None:
             steps.close()  # and not when no one holds it any more: then each loader process would be waited for for 5 s
         if reason:
@@ -457,7 +437,7 @@ class Loop:
         training, after_step = self.training, self.after_step
         training.numbers.pending.clear()
         is_due = training.state.validation_due
-        training.done_actions = after_step.before_validation() if is_due else len(after_step.all)
+        training.done_actions = after_step.before_validation if is_due else len(after_step.all)
         training.ends_epoch, training.under_way, training.inconsistent = False, 0, False
         training.save_again, training.before = is_due, training.now()
         if training.parts.auditor is not None:
@@ -486,7 +466,6 @@ class Loop:
             "duties_done": training.done_actions,
             "ends_epoch": training.ends_epoch,
             "before": [before.step, before.epochs, before.seconds],
-            "granted": training.stop_signals.granted,
             "number": training.stop_signals.number,
             "saved_at": training.snapshot_schedule.saved_at,
             "best_saved_at": training.snapshot_schedule.best_saved_at,
@@ -494,8 +473,8 @@ class Loop:
 
     def take_place(self, given: dict[str, Any]) -> None:
         """Be where the worker is that gave `place`, whose state this worker has now."""
-        training, signals, schedule = self.training, self.training.stop_signals, self.training.snapshot_schedule
+        training, schedule = self.training, self.training.snapshot_schedule
         training.done_actions, training.ends_epoch = given["duties_done"], given["ends_epoch"]
         training.inconsistent, training.before = False, Progress(*given["before"])
-        signals.granted, signals.number = given["granted"], given["number"]
+        training.stop_signals.number = given["number"]
         schedule.saved_at, schedule.best_saved_at = given["saved_at"], given["best_saved_at"]

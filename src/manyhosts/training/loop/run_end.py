@@ -8,18 +8,19 @@ several do, one after another, so that the second finds what the first has made.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from manyhosts import refusals
-from manyhosts.cluster.membership import CallAlreadyFinished
+from manyhosts.cluster.membership import CallAlreadyFinished, Membership
 from manyhosts.cluster.neighbours import Neighbours
 from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.model_watch import UNFROZEN
 from manyhosts.errors import ManyhostsError, TrainingError, first_line
-from manyhosts.events import Note, RunEnded
+from manyhosts.events import RunEnded
 from manyhosts.records import run_lock
 from manyhosts.snapshot.fingerprint import weights_sha256
 from manyhosts.snapshot.load import newest_complete
@@ -44,25 +45,23 @@ class RunEnd:
         Raises:
             TrainingError: it is not, and there is none left that may go.
         """
-        snapshot_schedule, step = self._training.snapshot_schedule, self._training.state.step
-        if snapshot_schedule.saved_at != step:
-            loop.after_step.save()
-        snapshot_schedule.finish()
-        tried_again = False
-        while not snapshot_schedule.has_complete(step):
-            if tried_again and not (snapshot_schedule.is_short_of_room() and snapshot_schedule.drop_oldest()):
+        schedule, step = self._training.snapshot_schedule, self._training.state.step
+        for tried in itertools.count():
+            if tried or schedule.saved_at != step:
+                loop.after_step.save()
+            schedule.finish()
+            if schedule.has_complete(step):
+                return
+            if tried and not (schedule.is_short_of_room() and schedule.drop_oldest()):
                 # Rank 0 alone knows all of it.
-                remedy = "make room on that disk" if snapshot_schedule.is_short_of_room() else "mend that"
-                reported = [snapshot_schedule.trouble, f"{remedy} and start again. {snapshot_schedule.last_good()}"]
+                remedy = "make room on that disk" if schedule.is_short_of_room() else "mend that"
+                reported = [schedule.trouble, f"{remedy} and start again. {schedule.last_good()}"]
                 trouble, fix = gather_plain(self._training.parts.world, reported)[0]
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
-                    where=str(snapshot_schedule.store.folder),
+                    where=str(schedule.store.folder),
                     fix=fix,
                 )
-            tried_again = True
-            loop.after_step.save()
-            snapshot_schedule.finish()
 
     @contextmanager
     def failures_recorded(self) -> Iterator[None]:
@@ -94,7 +93,7 @@ class RunEnd:
         can_hash = parts.strategy.mesh.parts == 1 or not is_failure
         weights = weights_sha256(parts.model, parts.strategy.holding) if can_hash and parts.world.drain() else ""
         if parts.world.is_rank_0 and (others := self._neighbours.in_words()):
-            training.run_log.emit(Note(text=others, step=step, time=time.time()))
+            training.run_log.say(others, step)
         training.run_log.emit_end(
             RunEnded(
                 step=step,
@@ -149,7 +148,7 @@ class LastSnapshot:
             time.sleep(_RANK_0_FIRST_S)
         try:
             with run_lock.alone_in(self.run_log.directory.path, _LOCK) as is_alone:
-                if is_alone and not self._is_there() and self._is_ours():
+                if is_alone and not self._is_there() and self._is_ours(membership):
                     self._write()
         except (OSError, ManyhostsError) as error:
             sys.stderr.write(f"manyhosts: no snapshot could be made of step {self.loop.training.state.step}: {error}\n")
@@ -158,13 +157,10 @@ class LastSnapshot:
         newest = newest_complete(self.snapshot_schedule.store.folder, content=False)
         return newest is not None and newest.step >= self.loop.training.state.step
 
-    def _is_ours(self) -> bool:
-        """Whether no one continues in the run directory without this worker."""
-        membership = self.run_log.world.membership
-        assert membership is not None, "somebody has refused to continue"
-        if not membership.headless:
-            return True  # the head has said that no one does
-        return run_lock.steal_lock(self.run_log.directory.path, run_lock.token_of_this_run())
+    def _is_ours(self, membership: Membership) -> bool:
+        """Whether no one continues in the run directory without this worker: a head that is there has said so."""
+        run_dir = self.run_log.directory.path
+        return not membership.headless or run_lock.steal_lock(run_dir, run_lock.token_of_this_run())
 
     def _write(self) -> None:
         loop, state = self.loop, self.loop.training.state

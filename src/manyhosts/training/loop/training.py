@@ -21,7 +21,6 @@ from typing import Any
 from manyhosts.config.settings import Settings
 from manyhosts.data.steps import Step
 from manyhosts.evaluation.evaluate import OfAllSets
-from manyhosts.events import Event
 from manyhosts.training.loop.learning_rate import Schedule
 from manyhosts.training.loop.numbers import BadSteps, DeferredMetrics
 from manyhosts.training.setup.build import Parts
@@ -82,9 +81,7 @@ def due(every: Duration, before: Progress, now: Progress) -> bool:
 
 
 def _passed(every: float | None, before: float, now: float) -> bool:
-    if every is None:
-        return False
-    return math.floor(now / every + _A_LITTLE) > math.floor(before / every + _A_LITTLE)
+    return every is not None and math.floor(now / every + _A_LITTLE) > math.floor(before / every + _A_LITTLE)
 
 
 _ONE_WISH_S = 0.3
@@ -104,11 +101,17 @@ class StopSignals:
         self._known_cause = cause
         self.asked = 0
         """The number of the signal that asked this worker to stop; 0 where none did."""
-        self.granted = ""
-        """Why all workers stop now; empty while they continue."""
         self._asked_at = 0.0
         self.number = 0
-        """The number of the signal named by `granted`."""
+        """That of the signal for which all workers stop now; 0 while they continue."""
+
+    @property
+    def granted(self) -> str:
+        """Why all workers stop now; empty while they continue."""
+        if not self.number:
+            return ""
+        by_key = " (Ctrl-C)" if self.number == signal.SIGINT else ""
+        return f"asked to stop by {signal.Signals(self.number).name}{by_key}"
 
     @property
     def control_flags(self) -> tuple[float, ...]:
@@ -117,11 +120,8 @@ class StopSignals:
 
     def hear(self, counts: Sequence[float]) -> None:
         """Take how many workers were asked by each of `SIGNALS`."""
-        if not any(counts) or self.granted:
-            return
-        asked = [known for known, count in zip(SIGNALS, counts, strict=True) if count]
-        if asked:
-            self._grant(asked[0])
+        if any(counts) and not self.number:
+            self.number = int(next(known for known, count in zip(SIGNALS, counts, strict=True) if count))
 
     def grant_own(self) -> bool:
         """Stop for what the run was asked, where no other worker continues. Whether it was asked.
@@ -130,40 +130,25 @@ class StopSignals:
         """
         if not self.asked or not self._known_cause():
             return False
-        if not self.granted:
-            self._grant(signal.Signals(self.asked))
+        self.number = self.number or self.asked
         return True
-
-    def _grant(self, asked: signal.Signals) -> None:
-        self.number = int(asked)
-        self.granted = f"asked to stop by {asked.name}"
-        if asked == signal.SIGINT:
-            self.granted += " (Ctrl-C)"
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.asked:
-            self.asked, self._asked_at = self._cause(number), now
-        elif now > self._asked_at + _ONE_WISH_S:
-            self._obey(signal.Signals(number))
-
-    def _cause(self, number: int) -> int:
-        """What the user did: a launcher that hears Ctrl-C passes it on as SIGTERM."""
-        known = self._known_cause()
-        return known if number == signal.SIGTERM and known in SIGNALS else number
-
-    def _obey(self, number: signal.Signals) -> None:
-        """Do at once what this signal did before anybody listened to wishes."""
-        signal.signal(number, self._before[number])
-        signal.raise_signal(number)
+            known = self._known_cause()
+            # What the user did: a launcher that hears Ctrl-C passes it on as SIGTERM.
+            self.asked = known if number == signal.SIGTERM and known in SIGNALS else number
+            self._asked_at = now
+        elif now > self._asked_at + _ONE_WISH_S:  # do at once what this signal did before anybody listened to wishes
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within, the first signal is a wish. Other threads than the main one cannot listen to signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._before: dict[signal.Signals, Any] = {known: signal.signal(known, self._on_signal) for known in _HEARD}
+        heard = _HEARD if threading.current_thread() is threading.main_thread() else ()
+        self._before: dict[int, Any] = {known: signal.signal(known, self._on_signal) for known in heard}
         try:
             yield
         finally:
@@ -171,7 +156,7 @@ class StopSignals:
                 signal.signal(known, handler)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Training:
     """What the loop, a step and what is due after it share; made once for each `fit`. They alone change it."""
 
@@ -212,12 +197,6 @@ class Training:
     """Whether a snapshot is lost that was being written when workers went."""
     since: float = field(default_factory=time.monotonic)
     """When what is being done now was begun, by a clock that no one sets."""
-    limit: Duration = field(init=False)
-    """How long it is to be."""
-    numbers: DeferredMetrics = field(init=False)
-    schedule: Schedule = field(init=False)
-    bad_steps: BadSteps = field(init=False)
-    _began: float = field(init=False)
 
     def __post_init__(self) -> None:
         parts, settings = self.parts, self.settings
@@ -226,12 +205,6 @@ class Training:
         self.schedule = Schedule(parts.schedule, settings.schedule_every)
         self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
         self.start_clock()
-
-    def emit(self, news: Event) -> None:
-        """Pass an event to the listeners, and to a profile that is being made."""
-        self.run_log.emit(news)
-        if self.profiling is not None:
-            self.profiling.hear(news)
 
     def now(self) -> Progress:
         """How far the run has come, in numbers that are equal on all workers."""

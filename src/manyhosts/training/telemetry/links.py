@@ -27,23 +27,21 @@ def measure(world: World, hosts: Sequence[str]) -> dict[tuple[str, str], float]:
 
     All workers call it together. `hosts` has the host of each by rank; the first worker of each host measures.
     """
-    first: dict[str, int] = {}
-    for rank, host in enumerate(hosts):
-        first.setdefault(host, rank)
-    names = list(first)
+    names = list(dict.fromkeys(hosts))
+    ranks = [hosts.index(name) for name in names]
     own = torch.zeros(len(names), dtype=torch.float64)
     sent, exposed = world.bytes_sent, world.exposed_s
     for pairs in rounds(len(names)):
         for one, other in pairs:
-            if world.rank == first[names[one]]:
-                own[other] = _exchange(world, first[names[other]])
-            elif world.rank == first[names[other]]:
-                own[one] = _exchange(world, first[names[one]])
+            if world.rank == ranks[one]:
+                own[other] = _exchange(world, ranks[other])
+            elif world.rank == ranks[other]:
+                own[one] = _exchange(world, ranks[one])
         world.barrier()  # what is still under way would slow the next round down
     table = world.stack(own)
     world.bytes_sent, world.exposed_s = sent, exposed  # nothing of a step
     return {
-        (names[one], names[other]): float(max(table[first[names[one]], other], table[first[names[other]], one]))
+        (names[one], names[other]): float(max(table[ranks[one], other], table[ranks[other], one]))
         for pairs in rounds(len(names))
         for one, other in pairs
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhosts.communication.batch_norm import GlobalBatch
-from manyhosts.events import Note, RunStarted
+from manyhosts.events import RunStarted
 from manyhosts.records.metrics import lost_steps
 from manyhosts.snapshot.load import Loaded
 from manyhosts.training.loop.training import Training, reached, total_steps
@@ -18,7 +19,7 @@ from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 
 def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str) -> None:
     """Report where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
-    state, run_log, now = training.state, training.run_log, time.time()
+    state, run_log = training.state, training.run_log
     per_epoch, place = training.parts.source.steps_per_epoch, training.now()
     run_log.resume_samples(state.step)
     run_log.started = RunStarted(
@@ -26,7 +27,7 @@ def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str)
         epoch=state.position.epoch,
         steps_per_epoch=per_epoch,
         total_steps=total_steps(training.limit, per_epoch, place),
-        time=now,
+        time=time.time(),
         resumed_from="" if loaded is None else str(loaded.path),
         seconds_done=state.seconds,
         epochs_done=place.epochs,
@@ -35,90 +36,85 @@ def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str)
     run_log.emit(run_log.started)
     for skipped in loaded.skipped if loaded is not None else []:
         run_log.emit(skipped)
-    for text in notes(training, is_resumed=loaded is not None, why_not_survive=why_not_survive):
-        run_log.emit(Note(text=text, step=state.step, time=now))
+    # All of them before the first is written: one says what the records lack.
+    for text in list(notes(training, is_resumed=loaded is not None, why_not_survive=why_not_survive)):
+        run_log.say(text, state.step)
 
 
-def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> list[str]:
+def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> Iterator[str]:
     """One sentence for each thing that the person who started a run may not expect.
 
     `why_not_survive`: why no one continues where a worker is lost; empty where the others do.
     """
-    settings, parts, world = training.settings, training.parts, training.parts.world
-    snapshot_schedule, state = training.snapshot_schedule, training.state
-    found = [] if snapshot_schedule.second is None else list(snapshot_schedule.second.notes)
-    finished = (state.ended or reached(training.limit, training.now())) if is_resumed else ""
-    found += about_batch(parts) + about_resume(parts, snapshot_schedule, finished)
+    settings, parts, snapshot_schedule = training.settings, training.parts, training.snapshot_schedule
+    finished = (training.state.ended or reached(training.limit, training.now())) if is_resumed else ""
+    if snapshot_schedule.second is not None:
+        yield from snapshot_schedule.second.notes
+    yield from about_batch(parts)
+    yield from about_resume(parts, snapshot_schedule, finished)
     if (virtual := settings.virtual_workers) is not None:
-        threads = torch.get_num_threads()
-        found.append(
-            f"each batch is cut into {virtual} parts (threads: {threads}), for the same bits on 1 to {virtual} "
-            "workers; BatchNorm sees one part"
+        yield (
+            f"each batch is cut into {virtual} parts (threads: {torch.get_num_threads()}), for the same bits on 1 to "
+            f"{virtual} workers; BatchNorm sees one part"
         )
     elif isinstance(parts.batch_norm, GlobalBatch):
-        found.append("BatchNorm sees the batch of all workers; batch_norm='local' is faster, but trains another model")
-    elif world.size > 1 and settings.batch_norm == "local":
-        found.append("BatchNorm sees each worker's own samples, so the number of workers changes the model")
+        yield "BatchNorm sees the batch of all workers; batch_norm='local' is faster, but trains another model"
+    elif parts.world.size > 1 and settings.batch_norm == "local":
+        yield "BatchNorm sees each worker's own samples, so the number of workers changes the model"
     if settings.audit is not None:
-        found.append(f"{100 * settings.audit:.3g} % of the parts are computed again by another worker (audit)")
-    counted = counted_workers(settings, parts.strategy.mesh)
-    if (most := settings.micro_batch_size) is not None and most * counted < parts.batch:
-        layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
-        if layers:
-            found.append(
-                f"BatchNorm ({layers[0]!r}) sees micro-batches and not the entire batch, so micro_batch_size={most} "
-                "changes the model"
-            )
-    found += about_warm_up(training)
+        yield f"{100 * settings.audit:.3g} % of the parts are computed again by another worker (audit)"
+    most, counted = settings.micro_batch_size, counted_workers(settings, parts.strategy.mesh)
+    layers = [name for name, each in parts.model.named_modules() if isinstance(each, _BatchNorm)]
+    if layers and most is not None and most * counted < parts.batch:
+        yield (
+            f"BatchNorm ({layers[0]!r}) sees micro-batches and not the entire batch, so micro_batch_size={most} "
+            "changes the model"
+        )
+    yield from about_warm_up(training)
     if about_rate := parts.strategy.about_rate(parts.optimizer):
-        found.append(about_rate)
-    found += about_loss(parts, why_not_survive)
+        yield about_rate
+    yield from about_loss(parts, why_not_survive)
     if finished:
-        found.append(f"this run is finished ({finished}); ask for a longer one, or choose another run directory")
-    return found
+        yield f"this run is finished ({finished}); ask for a longer one, or choose another run directory"
 
 
-def about_loss(parts: Parts, why_not_survive: str) -> list[str]:
+def about_loss(parts: Parts, why_not_survive: str) -> Iterator[str]:
     """What a lost worker costs, where that is more than its own work."""
     if parts.world.membership is None:
-        return []
+        return
     if why_not_survive:
-        return [f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"]
-    if (layout := parts.strategy.layout()) is None:
-        return []
-    return [
-        f"the model is in {parts.strategy.mesh.size('replicate')} copies of {layout.parts} workers: if a worker is "
-        "lost, training continues in the other copies, and its own waits for the worker that takes its place"
-    ]
+        yield f"if a worker is lost, all end ({why_not_survive}); --restarts N continues from the newest snapshot"
+    elif (layout := parts.strategy.layout()) is not None:
+        yield (
+            f"the model is in {parts.strategy.mesh.size('replicate')} copies of {layout.parts} workers: if a worker is "
+            "lost, training continues in the other copies, and its own waits for the worker that takes its place"
+        )
 
 
-def about_warm_up(training: Training) -> list[str]:
+def about_warm_up(training: Training) -> Iterator[str]:
     """That it is longer than the run."""
     warmup, per_epoch = training.parts.warmup.steps, training.parts.source.steps_per_epoch
     steps = total_steps(training.limit, per_epoch, training.now())
-    if steps is None or warmup <= steps:
-        return []
-    return [f"the warm-up takes {warmup} steps and the run {steps}: the learning rate never comes to its full value"]
+    if steps is not None and warmup > steps:
+        yield f"the warm-up takes {warmup} steps and the run {steps}: the learning rate never comes to its full value"
 
 
-def about_batch(parts: Parts) -> list[str]:
+def about_batch(parts: Parts) -> Iterator[str]:
     """That there are fewer samples than a batch has."""
     samples = getattr(getattr(parts.source, "order", None), "length", parts.batch)
-    count = "1 sample" if samples == 1 else f"{samples} samples"
-    few = f"the train set has {count}, and a batch {parts.batch}: an epoch is one step of all of it"
-    return [few] if samples < parts.batch else []
+    if samples < parts.batch:
+        count = "1 sample" if samples == 1 else f"{samples} samples"
+        yield f"the train set has {count}, and a batch {parts.batch}: an epoch is one step of all of it"
 
 
-def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule, finished: str) -> list[str]:
+def about_resume(parts: Parts, snapshot_schedule: SnapshotSchedule, finished: str) -> Iterator[str]:
     """What has changed since the snapshot that a run continues from, and what will not be noticed when it continues.
 
     `finished`: why it does no step, so that no change takes effect.
     """
-    found = [] if finished else snapshot_schedule.changes.reported()
+    if not finished:
+        yield from snapshot_schedule.changes.reported()
     if parts.world.is_rank_0 and (lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)):
-        found.append(
-            f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
-        )
+        yield f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
     if parts.world.is_rank_0 and (unknown := parts.data_identity().get("unknown")):
-        found.append(f"no sample of the training set is compared when the run continues: {unknown}")
-    return found
+        yield f"no sample of the training set is compared when the run continues: {unknown}"

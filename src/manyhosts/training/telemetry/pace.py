@@ -15,7 +15,7 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,21 +100,17 @@ class SlownessDetector:
 
     def hear(self, factors: Mapping[str, float]) -> list[Change]:
         """Take one measurement: the factor of everybody that was measured. Returns what is to be said."""
+        heard = self._heard
+        self._heard = {who: deque([*heard.get(who, ()), new], maxlen=self.times) for who, new in factors.items()}
+        self._named.intersection_update(factors)
         changes = []
-        for gone in self._heard.keys() - factors.keys():
-            self._heard.pop(gone)
-            self._named.discard(gone)
-        for who, factor in factors.items():
-            last = self._heard.setdefault(who, deque(maxlen=self.times))
-            last.append(factor)
-            if len(last) < self.times:
-                continue
-            if who not in self._named and min(last) >= self.slow:
-                self._named.add(who)
+        for who, last in self._heard.items():
+            if who in self._named:
+                if max(last) < _NO_MORE * self.slow:
+                    changes.append(Change(who, 1.0))
+            elif len(last) == self.times and min(last) >= self.slow:
                 changes.append(Change(who, statistics.median(last)))
-            elif who in self._named and max(last) < _NO_MORE * self.slow:
-                self._named.discard(who)
-                changes.append(Change(who, 1.0))
+        self._named.symmetric_difference_update(change.who for change in changes)
         return changes
 
 
@@ -159,13 +155,15 @@ def factors_of_links(
     if len(hosts) < 3:
         return {}
     best = {host: min(taken for pair, taken in seconds.items() if host in pair) for host in hosts}
-    found = {}
-    for host in hosts:
-        others = [best[other] for other in hosts if other != host]
-        found[f"the link to host {host}"] = best[host] / statistics.median_low(others)
+    found = {
+        f"the link to host {host}": best[host] / statistics.median_low(best[other] for other in hosts if other != host)
+        for host in hosts
+    }
     if len(hosts) > 3:
-        for (one, other), taken in seconds.items():
-            found[f"the link between hosts {one} and {other}"] = taken / max(best[one], best[other])
+        found |= {
+            f"the link between hosts {one} and {other}": taken / max(best[one], best[other])
+            for (one, other), taken in seconds.items()
+        }
     late = [host for host in hosts if (of_workers or {}).get(f"host {host}", 1.0) > _NO_MORE * SLOW]
     return {who: 1.0 if any(host in who.split() for host in late) else factor for who, factor in found.items()}
 
@@ -237,31 +235,30 @@ class NormPrice:
         """The sentence goes to `notes`."""
         self.notes = notes
         self.batch = batch if isinstance(batch, GlobalBatch) else None
-        self._steps, self._total, self._begin = 0, 0.0, (0.0, 0)
+        self._seconds: list[float] = []
+        self._begin = 0.0, 0
 
     def after_step(self, seconds: float) -> None:
         """A step took so many `seconds`. After the last one that counts it is said what exchanges took of them."""
         batch = self.batch
         if batch is None or batch.members.size == 1 or batch.members.device.type != "cpu":
             return
-        self._steps += 1
-        if self._steps > _FIRST:
-            self._total += seconds
-        elif self._steps == _FIRST:
+        self._seconds.append(seconds)
+        if len(self._seconds) == _FIRST:
             self._begin = batch.exchange_s, batch.exchanges
-        if self._steps < _FIRST + _STEPS:
+        if len(self._seconds) < _FIRST + _STEPS:
             return
-        took, count = batch.exchange_s - self._begin[0], batch.exchanges - self._begin[1]
         self.batch = None
-        if not count:
-            return
-        way = "through shared memory" if batch.is_shared_memory else "over the network"
-        self.notes.append(
-            f"BatchNorm over the batch of {batch.members.size} workers: {count / _STEPS:.0f} exchanges {way} take "
-            f"{seconds_in_words(took / _STEPS)} of a step of {seconds_in_words(self._total / _STEPS)} "
-            f"({100 * took / self._total:.0f} %, waiting for the slowest worker included); "
-            'batch_norm="local" has none, and its result depends on the number of workers'
-        )
+        took, count = batch.exchange_s - self._begin[0], batch.exchanges - self._begin[1]
+        if count:
+            total = sum(self._seconds[_FIRST:])
+            way = "through shared memory" if batch.is_shared_memory else "over the network"
+            self.notes.append(
+                f"BatchNorm over the batch of {batch.members.size} workers: {count / _STEPS:.0f} exchanges {way} take "
+                f"{seconds_in_words(took / _STEPS)} of a step of {seconds_in_words(total / _STEPS)} "
+                f"({100 * took / total:.0f} %, waiting for the slowest worker included); "
+                'batch_norm="local" has none, and its result depends on the number of workers'
+            )
 
 
 EVERY_S = 5.0
@@ -322,40 +319,29 @@ class StragglerMonitor:
 
     def _new_steps(self) -> list[StepDone]:
         """Those since the last comparison, the newest first."""
-        newest: Iterator[StepDone] = (event for event in reversed(self._reported()) if isinstance(event, StepDone))
-        last = next(newest, None)
-        if last is None:
-            return []
-        if last.step < self._step:
+        newest = [event for event in reversed(self._reported()) if isinstance(event, StepDone)]
+        if newest and newest[0].step < self._step:
             self._step = 0  # the run went back to a snapshot
-        return list(itertools.takewhile(lambda event: event.step > self._step, itertools.chain([last], newest)))
+        return list(itertools.takewhile(lambda event: event.step > self._step, newest))
 
     def _own_row(self, steps: Sequence[StepDone]) -> torch.Tensor:
         """The means of this worker's last steps, how long it waited in some of them, and its host's name."""
         if not self._step:  # the first step of all is another thing: what compiles, or is looked at once, does so in it
             steps = steps[:-1]
-        facts: list[float] = [math.nan] * _FACTS
-        facts[-1] = self._number
-        waits = [math.nan] * _SAMPLED
+        facts = [math.nan] * (_FACTS - 1)
+        waits: list[float] = []
         if steps:
             # Means: a processor whose quota is used up is still in one step of many, and medians do not see that.
             timings = [step.timing for step in steps]
-            total, waited, data, stalled = (
-                statistics.fmean(column)
-                for column in zip(
-                    *((one.total, one.communication_exposed, one.data_wait, one.snapshot_stall) for one in timings),
-                    strict=True,
-                )
-            )
-            compute = max(0.0, total - waited - data - stalled)
-            hot = self._throttling.share()
-            facts = [self._step, len(steps), self._samples, total, compute, waited, data, stalled, hot, self._number]
-            every = -(-len(steps) // _SAMPLED)
-            sampled = [step.timing.communication_exposed for step in steps[::every]]
-            waits = sampled + waits[len(sampled) :]
-        name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+            rows = ((one.total, one.communication_exposed, one.data_wait, one.snapshot_stall) for one in timings)
+            total, waited, data, stalled = map(statistics.fmean, zip(*rows, strict=True))
+            compute, hot = max(0.0, total - waited - data - stalled), self._throttling.share()
+            facts = [self._step, len(steps), self._samples, total, compute, waited, data, stalled, hot]
+            waits = [one.communication_exposed for one in timings[:: -(-len(steps) // _SAMPLED)]]
+        waits += [math.nan] * (_SAMPLED - len(waits))
         planned = Position() if self._balance is None else self._balance.reached
-        row = [*facts, *waits, planned.epoch, planned.sample, *name]
+        name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        row = [*facts, self._number, *waits, planned.epoch, planned.sample, *name]
         return torch.tensor(row, dtype=torch.float64, device=self._world.device)
 
     def _move(self, balance: Balance, timed: WorkersTimed, since: Position, table: Sequence[Sequence[float]]) -> bool:
@@ -367,8 +353,7 @@ class StragglerMonitor:
         return news is not None
 
     def _name_slow(self, timed: WorkersTimed) -> None:
-        workers = timed.workers
-        factors = factors_of_workers(workers)
+        workers, factors = timed.workers, factors_of_workers(timed.workers)
         for change in self._workers.hear(factors):
             self._say(timed.step, "worker", change, cause(change, workers))
         waiting = min(worker.communication_exposed / max(worker.total, 1e-9) for worker in workers)
@@ -377,21 +362,26 @@ class StragglerMonitor:
             self._compare_links(timed.step, hosts, factors)
 
     def _compare_links(self, step: int, hosts: Sequence[str], factors: Mapping[str, float]) -> None:
-        world = self._world
-        spent = time.perf_counter() - self._begin
-        may = self._probed_s < MOST_OF_THE_TIME * spent or self._links.is_unsure
-        if not world.agree(float(may)):
+        is_cheap = self._probed_s < MOST_OF_THE_TIME * (time.perf_counter() - self._begin)
+        if not self._world.agree(float(is_cheap or self._links.is_unsure)):
             return
         begin = time.perf_counter()
-        seconds = links.measure(world, hosts)
+        seconds = links.measure(self._world, hosts)
         self._probed_s += time.perf_counter() - begin
         for change in self._links.hear(factors_of_links(seconds, factors)):
             self._say(step, "link", change, cause(change))
 
     def _say(self, step: int, what: str, change: Change, cause: str) -> None:
-        text, now = sentence(change, cause), time.time()
         self._emit(
-            Slowdown(step=step, text=text, what=what, who=change.who, factor=change.factor, cause=cause, time=now)
+            Slowdown(
+                step=step,
+                text=sentence(change, cause),
+                what=what,
+                who=change.who,
+                factor=change.factor,
+                cause=cause,
+                time=time.time(),
+            )
         )
 
 

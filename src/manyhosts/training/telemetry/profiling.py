@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from manyhosts import device
 from manyhosts.communication.world import World
 from manyhosts.config.profile import ProfileRequest
-from manyhosts.events import Event, Note, StepDone, StepTiming
+from manyhosts.events import StepDone, StepTiming
 
 WARM_UP = 5
 """Steps of a run before those that are profiled."""
@@ -42,24 +42,27 @@ _profiled: set[Path] = set()
 class Profiling:
     """Of one run on one worker. Every worker hears the same steps; those of the chosen ranks profile them."""
 
-    def __init__(self, request: ProfileRequest, world: World, folder: Path, emit: Callable[[Event], None]) -> None:
-        self._request, self._world, self._folder, self._emit = request, world, folder, emit
+    def __init__(self, request: ProfileRequest, world: World, folder: Path, say: Callable[[str, int], None]) -> None:
+        self._request, self._world, self._folder, self._say = request, world, folder, say
         self._is_chosen = request.ranks is None or world.rank in request.ranks
         self._warming, self._steps = WARM_UP, list[StepDone]()
         self._profiler: profile | None = None
         self._began = 0.0
         self._is_over = False
 
-    def hear(self, event: Event) -> None:
+    def hear(self, step: StepDone) -> None:
         """Begin after the steps that warm up, and end after those that were asked for."""
-        if self._is_over or not isinstance(event, StepDone):
+        if self._is_over:
             return
         if self._warming:
             self._warming -= 1
             if not self._warming:
-                self._begin()
+                self._began = time.perf_counter()
+                if self._is_chosen:
+                    self._profiler = profile(activities=[ProfilerActivity.CPU, *device.activities(self._world.device)])
+                    self._profiler.start()
             return
-        self._steps.append(event)
+        self._steps.append(step)
         if self._profiler is not None:
             self._profiler.step()  # a mark between two steps
         if len(self._steps) == self._request.steps:
@@ -69,13 +72,11 @@ class Profiling:
         """The run has no more steps: keep what there is of a profile, and say what is missing of it."""
         if self._is_over:
             return
-        asked, done = self._request.steps, len(self._steps)
-        if done:
-            self._end(f"; the run ended after {done} of the {asked} steps that were asked for")
-            return
-        self.close()
-        text = f"no profile was made: this training had no step after the first {WARM_UP}, which warm up"
-        self._emit(Note(text=text, step=0, time=time.time()))
+        if done := len(self._steps):
+            self._end(f"; the run ended after {done} of the {self._request.steps} steps that were asked for")
+        else:
+            self.close()
+            self._say(f"no profile was made: this training had no step after the first {WARM_UP}, which warm up", 0)
 
     def close(self) -> None:
         """End it, and keep nothing. Safe to call twice."""
@@ -84,16 +85,8 @@ class Profiling:
             self._profiler.stop()
             self._profiler = None
 
-    def _begin(self) -> None:
-        self._began = time.perf_counter()
-        if not self._is_chosen:
-            return
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *device.activities(self._world.device)])
-        self._profiler.start()
-
     def _end(self, but: str = "") -> None:
-        seconds = time.perf_counter() - self._began
-        profiler = self._profiler
+        seconds, profiler = time.perf_counter() - self._began, self._profiler
         self.close()
         first, last = self._steps[0].step, self._steps[-1].step
         if profiler is not None:
@@ -102,23 +95,19 @@ class Profiling:
             profiler.export_chrome_trace(str(folder / TRACE))
             (folder / SUMMARY).write_text(self._summary(profiler, seconds))
         _profiled.add(self._folder)
-        text = f"profile of steps {first} to {last}{but}: {self._where()}/{SUMMARY} to read, {TRACE} for {_VIEWER}"
-        self._emit(Note(text=text, step=last, time=time.time()))
-
-    def _where(self) -> str:
         ranks = range(self._world.size) if self._request.ranks is None else self._request.ranks
         name = f"rank-{ranks[0]}" if len(ranks) == 1 else "rank-*"
-        elsewhere = "" if list(ranks) == [0] else " (each on its worker's host)"
-        return f"{self._folder / name}{elsewhere}"
+        where = f"{self._folder / name}" + ("" if list(ranks) == [0] else " (each on its worker's host)")
+        self._say(f"profile of steps {first} to {last}{but}: {where}/{SUMMARY} to read, {TRACE} for {_VIEWER}", last)
 
     def _summary(self, profiler: profile, seconds: float) -> str:
-        steps, world = self._steps, self._world
-        count, host = len(steps), socket.gethostname()
+        steps, world, count = self._steps, self._world, len(self._steps)
         rows = [(name, math.fsum(part(step.timing) for step in steps)) for name, part in _PARTS.items()]
         rows.append(("between steps: validation, snapshots, records", max(0.0, seconds - sum(s for _, s in rows))))
         total = sum(taken for _, taken in rows)
         lines = [
-            f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} on host {host}",
+            f"Steps {steps[0].step} to {steps[-1].step} of rank {world.rank} of {world.size} "
+            f"on host {socket.gethostname()}",
             f"{count} steps in {seconds:.3g} s, {sum(step.samples for step in steps) / seconds:,.0f} samples/s",
             "",
             f"{'where the time went':<48}{'ms a step':>12}{'share':>9}",
@@ -132,25 +121,30 @@ class Profiling:
 
 def _operators(averages: Any, title: str, attribute: str, steps: int, seconds: float) -> list[str]:
     """Those that took the most time for themselves, what they call left out; none where that device did nothing."""
-    own = [(getattr(each, attribute) / 1e6, each.count, each.key) for each in averages]
-    own = [row for row in own if row[0] > 0 and not row[2].startswith("ProfilerStep")]
-    total = sum(taken for taken, _, _ in own)
-    if not total:
+    own = sorted(
+        (
+            (getattr(each, attribute) / 1e6, each.count, each.key)
+            for each in averages
+            if getattr(each, attribute) > 0 and not each.key.startswith("ProfilerStep")
+        ),
+        reverse=True,
+    )
+    if not own:
         return []
-    shown = sorted(own, reverse=True)[:_MOST_OPERATORS]
+    total = sum(taken for taken, _, _ in own)
     return [
         "",
         f"{title:<48}{'ms a step':>12}{'share':>9}{'calls a step':>14}",
         *(
             f"  {key[:44]:<46}{1e3 * taken / steps:>12.3f}{100 * taken / total:>7.1f} %{calls / steps:>14.1f}"
-            for taken, calls, key in shown
+            for taken, calls, key in own[:_MOST_OPERATORS]
         ),
         f"  {'all operators together':<46}{1e3 * total / steps:>12.3f}  (of {1e3 * seconds / steps:.3f} ms of a step)",
     ]
 
 
 def profiling_for(
-    request: ProfileRequest | None, world: World, folder: Path, emit: Callable[[Event], None]
+    request: ProfileRequest | None, world: World, folder: Path, say: Callable[[str, int], None]
 ) -> Profiling | None:
     """What profiles a run, where that was asked for and not done yet. Who joins while others train profiles nothing.
 
@@ -160,4 +154,4 @@ def profiling_for(
     if request is None or folder in _profiled or world.is_joining:
         return None
     request.check(world.size)
-    return Profiling(request, world, folder, emit)
+    return Profiling(request, world, folder, say)

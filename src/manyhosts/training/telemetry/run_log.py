@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from torch import Tensor
 
 from manyhosts import device
 from manyhosts.communication.gathering import gather_plain, gather_words
-from manyhosts.communication.world import World
 from manyhosts.config import overrides
 from manyhosts.events import (
     EpochDone,
     Event,
     Listener,
     LossLooked,
+    Note,
     RunEnded,
     RunStarted,
     StepDone,
@@ -45,13 +46,16 @@ from manyhosts.listeners.standard import standard
 from manyhosts.records import first_batch, provenance, run_lock
 from manyhosts.records.line_file import read_from_end
 from manyhosts.records.metrics import MetricsFile
-from manyhosts.records.run_directory import RunDirectory, content_hash
+from manyhosts.records.run_directory import content_hash
 from manyhosts.records.run_record import GIVEN, RunRecord, plain_settings, versions_for
 from manyhosts.records.samples import SamplesFile
 from manyhosts.snapshot.separate_disks import bring_files, first_of_disk
 from manyhosts.training.consistency.same_given import optimizer_described
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 
+_LOG = logging.getLogger("manyhosts")
+_NAMES = ("run.json", "metrics.jsonl")
+_NO_RECORD = -1
 _RECENT_EVENTS = 4096
 _TOLD_BY_ALL: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (StepDone, EpochDone, ValidationDone, WorkersTimed)
@@ -98,8 +102,7 @@ class RunLog:
             self._lock = run_lock.take(run_dir, run_lock.token_of_this_run())
         except OSError as cause:
             run_lock.see_that_free(run_dir)
-            words = f"manyhosts: no lock can be kept in {run_dir} ({cause.strerror}): a second run there is not refused"
-            sys.stderr.write(f"{words}\n")
+            _warn(f"no lock can be kept in {run_dir} ({cause.strerror}): a second run there is not refused")
 
     def open_records(self, step: int, *, is_over: bool) -> None:
         """Record what was asked, and let rank 0 have its listeners, where the run continues after `step`.
@@ -108,7 +111,7 @@ class RunLog:
         """
         self.is_over, hosts = is_over, gather_words(self.world, socket.gethostname())
         if self.snapshot_schedule.store.separate_disks:
-            restore_records(self.directory, self.world, step)
+            self._restore_records(step)
         if self.world.is_rank_0:
             record = RunRecord(
                 script=str(self.script),
@@ -132,27 +135,28 @@ class RunLog:
             else:
                 self._keep_provenance()
             record.write(self.directory.run_json)
-            self._name_run()
-            self.news = Broadcast([*standard(self.directory, record), *self.listeners])
+            self._open_listeners(record)
             self.led = True
         self.copy_records()
         self.open_samples()
 
-    def _name_run(self) -> None:
-        """Tell loggers that keep values of several runs which one this is."""
+    def _open_listeners(
+        self, record: RunRecord, metrics: MetricsFile | None = None, started: RunStarted | None = None
+    ) -> None:
+        """Have listeners, also those of every run (see `standard`); loggers of several runs are told which this is."""
         for each in self.listeners:
             if isinstance(each, Logger):
                 try:
                     each.begin_run(self.directory.path)
                 except OSError as error:  # as with any listener that fails, training continues
-                    words = f"manyhosts: {type(each).__name__} cannot be where it was told: {error}"
-                    sys.stderr.write(f"{words}\n")
+                    _warn(f"{type(each).__name__} cannot be where it was told: {error}")
+        self.news = Broadcast([*standard(self.directory, record, metrics=metrics, started=started), *self.listeners])
 
     def _keep_provenance(self) -> None:
         """Write down what the run comes from; who watches the trials of a script has no use for it."""
-        if self.snapshot_schedule.parts.watcher is not None:
-            return
         parts = self.snapshot_schedule.parts
+        if parts.watcher is not None:
+            return
         try:
             provenance.keep(
                 self.directory.path,
@@ -173,8 +177,8 @@ class RunLog:
                 },
             )
         except OSError as cause:
-            words = f"manyhosts: {self.directory.path / provenance.NAME} could not be written ({cause.strerror})"
-            sys.stderr.write(f"{words}: `manyhosts reproduce` cannot run this again\n")
+            path = self.directory.path / provenance.NAME
+            _warn(f"{path} could not be written ({cause.strerror}): `manyhosts reproduce` cannot run this again")
 
     def become_rank_0(self, *, continues: bool = True) -> None:
         """Be rank 0 from now on, and write what every worker knows and the last rank 0 has not written.
@@ -190,17 +194,23 @@ class RunLog:
         self.news.close()
         metrics = MetricsFile(self.directory.metrics)
         was_told = metrics.take_over()
-        record = RunRecord.read(self.directory.run_json)
-        self._name_run()
-        self.news = Broadcast(
-            [*standard(self.directory, record, metrics=metrics, started=self.started), *self.listeners]
-        )
+        self._open_listeners(RunRecord.read(self.directory.run_json), metrics, self.started)
         if self.snapshot_schedule.second is not None:
             self.snapshot_schedule.second.catch_up()
         self._end_is_told = not continues and was_told.end
         for event in told_by_all(self.remembered()):
             if not was_told(event):
                 self.emit(event)
+
+    def _restore_records(self, step: int) -> None:
+        """Where rank 0's record does not reach as far as `step`, and another host's does, or farther, bring that one.
+
+        Every worker calls this at the start, when the run continues after `step`.
+        """
+        own = last_step(self.directory.metrics) if first_of_disk(self.world) else _NO_RECORD
+        steps: list[int] = gather_plain(self.world, own)
+        if steps[0] < min(step, max(steps)):
+            self._bring_records(steps.index(max(steps)), lacks=self.world.is_rank_0)
 
     def copy_records(self) -> None:
         """Where hosts share no disk, have each write down the steps, too, should rank 0's be lost."""
@@ -212,9 +222,16 @@ class RunLog:
             self.lock()  # this worker has come late
         if self.world.is_rank_0:
             self.news.flush()
-        copy_records(self.directory, self.world, lacks=lacks)
+        if self.world.any(lacks):
+            self.directory.path.mkdir(parents=True, exist_ok=True)
+            self._bring_records(0, lacks=lacks)
         if lacks:
             self.copies, self.news = True, Broadcast([WriteMetrics(MetricsFile(self.directory.metrics))])
+
+    def _bring_records(self, source: int, *, lacks: bool) -> None:
+        """Bring the record of worker `source` to the disks of those that lack it. Every worker calls this."""
+        path, has = self.directory.path, self.world.rank == source
+        bring_files(path if has else None, path if lacks else None, _NAMES, self.world, source=source)
 
     def flush(self) -> bool:
         """Have all that was reported on the disk: a snapshot must not be ahead of the records. Whether it is there.
@@ -262,10 +279,13 @@ class RunLog:
         else:
             self.report("busy")
         if isinstance(event, LossLooked) and self.world.is_rank_0:
-            record = RunRecord.read(self.directory.run_json)
-            found = {"outcome": event.outcome, "text": event.text}
-            dataclasses.replace(record, same_answer=found).write(self.directory.run_json)
+            path, found = self.directory.run_json, {"outcome": event.outcome, "text": event.text}
+            dataclasses.replace(RunRecord.read(path), same_answer=found).write(path)
         self.news(event)
+
+    def say(self, text: str, step: int) -> None:
+        """Report in words what is worth saying once of `step`."""
+        self.emit(Note(text=text, step=step, time=time.time()))
 
     def emit_end(self, event: RunEnded) -> None:
         """Report how the run ended, once: see `become_rank_0`."""
@@ -281,9 +301,22 @@ class RunLog:
     # Which samples there are, and which each step takes.
 
     def keep_pictures(self, batch: Any) -> None:
-        """Keep some samples of the first batch, on rank 0, where they are pictures."""
-        if self.world.is_rank_0:
-            keep_pictures(batch, self.directory.first_batch, self.settings.keep_pictures)
+        """Keep some samples of the first batch, on rank 0, where they are pictures and none are kept. Never fails.
+
+        `batch` is on the CPU: its inputs, or these and its targets; of one of another form nothing is kept.
+        """
+        path, most = self.directory.first_batch, self.settings.keep_pictures
+        if not self.world.is_rank_0 or path.exists():
+            return
+        members = batch[:2] if isinstance(batch, tuple | list) else [batch]
+        arrays = [_array(each, most) for each in members if isinstance(each, Tensor)]
+        inputs, targets, *_ = [*arrays, None, None]
+        found = first_batch.pictures_of(inputs, targets, most)
+        if found is not None:
+            try:
+                first_batch.write(path, found)
+            except OSError as refused:
+                _LOG.warning("cannot keep pictures of the first batch in %s: %s", path, refused.strerror or refused)
 
     def open_samples(self) -> None:
         """Note this worker's samples under its present rank."""
@@ -307,9 +340,12 @@ class RunLog:
         for path in self.directory.samples(world.rank).parent.glob("samples-*.jsonl"):
             rank = int(path.stem.removeprefix("samples-"))
             if rank >= world.size and rank % world.size == world.rank:
-                of_another = SamplesFile(path)
-                of_another.resume_at(step)
-                of_another.close()
+                with closing(SamplesFile(path)) as of_another:
+                    of_another.resume_at(step)
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"manyhosts: {text}\n")
 
 
 def told_by_all(events: Iterable[Event]) -> list[Event]:
@@ -332,25 +368,6 @@ def from_plain(plain: dict[str, Any]) -> Event:
     return kind(**plain)
 
 
-_NAMES = ("run.json", "metrics.jsonl")
-_NO_RECORD = -1
-
-
-def restore_records(directory: RunDirectory, world: World, step: int) -> None:
-    """Where rank 0's record does not reach as far as `step`, and another host's does, or farther, bring that one.
-
-    Every worker calls this at the start, when the run continues after `step`.
-    """
-    own = last_step(directory.metrics) if first_of_disk(world) else _NO_RECORD
-    steps: list[int] = gather_plain(world, own)
-    if steps[0] >= min(step, max(steps)):
-        return
-    source = steps.index(max(steps))
-    has, lacks = world.rank == source, world.is_rank_0
-    path = directory.path
-    bring_files(path if has else None, path if lacks else None, _NAMES, world, source=source)
-
-
 def last_step(path: Path) -> int:
     """The last step that the record in `path` has a line of; 0 where it has none, and less where there is no record."""
     if not path.exists():
@@ -358,42 +375,9 @@ def last_step(path: Path) -> int:
     return next((line["step"] for line in read_from_end(path) if line.get("event") == "step"), 0)
 
 
-def copy_records(directory: RunDirectory, world: World, *, lacks: bool) -> None:
-    """Bring rank 0's record to the workers that lack it. Every worker calls this; rank 0's is on its disk."""
-    if world.any(lacks):
-        path = directory.path
-        path.mkdir(parents=True, exist_ok=True)
-        bring_files(path if world.is_rank_0 else None, path if lacks else None, _NAMES, world, source=0)
-
-
-_LOG = logging.getLogger("manyhosts")
-
-
-def keep_pictures(batch: Any, path: Path, most: int) -> None:
-    """Put up to `most` pictures of `batch` (on the CPU) at `path`, unless some are there. Never fails."""
-    tensors = [each for each in _members(batch) if isinstance(each, Tensor)]
-    if not tensors or path.exists():
-        return
-    inputs, targets = (_array(each, most) for each in (tensors[0], tensors[1] if len(tensors) > 1 else None))
-    found = first_batch.pictures_of(inputs, targets, most)
-    if found is None:
-        return
-    try:
-        first_batch.write(path, found)
-    except OSError as refused:
-        _LOG.warning("cannot keep pictures of the first batch in %s: %s", path, refused.strerror or refused)
-
-
-def _members(batch: Any) -> list[Any]:
-    """A batch's inputs and targets, in order; nothing of a batch of another form."""
-    if isinstance(batch, Tensor):
-        return [batch]
-    return list(batch[:2]) if isinstance(batch, tuple | list) else []
-
-
-def _array(tensor: Tensor | None, most: int) -> Any:
+def _array(tensor: Tensor, most: int) -> Any:
     """The first `most` rows for NumPy, which knows no bfloat16; None of what has no rows."""
-    if tensor is None or tensor.dim() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
+    if tensor.dim() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
         return None
     rows = tensor[:most].detach().cpu()
     return (rows.float() if rows.is_floating_point() else rows).numpy()

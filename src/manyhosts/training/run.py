@@ -400,8 +400,18 @@ class Run(Session):
 
     @property
     def part(self) -> Part:
-        """The part of the batch that is computed now; inside a function that `backward` calls."""
-        return self._own_step.part
+        """The part of the batch that is computed now; inside a function that `backward` calls.
+
+        Raises:
+            ConfigError: none is computed.
+        """
+        if self._own_step.computed is None:
+            raise ConfigError(
+                "run.part is asked for where no part is computed",
+                where="run.part",
+                fix="ask for it in the function that run.backward is given",
+            )
+        return self._own_step.parts.of(self._own_step.computed)
 
     @property
     def models(self) -> nn.ModuleDict:

@@ -157,8 +157,7 @@ class Run(Session):
         one_for_all = {} if schedulers is None else dict.fromkeys(self._makers, schedulers)
         self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else one_for_all
         self.evaluates = evaluate is not None
-        self._own_step = OwnStep()
-        self._own_step.make_schedulers = self._make_schedulers
+        self._own_step = OwnStep(self._make_schedulers)
         self._check_names()
         if data is None:
             typed = overrides.from_environment().get("virtual_workers", "")

@@ -21,7 +21,7 @@ from manyhosts.data.steps import DuePiece, LoadedPiece, Step, on_device
 from manyhosts.errors import ConfigError
 from manyhosts.events import StepTiming
 from manyhosts.snapshot.store import Store
-from manyhosts.strategies.audit import Auditable, Auditor
+from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
@@ -29,7 +29,6 @@ from manyhosts.training.loop.compute import may_draw
 from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
 from manyhosts.training.loop.training import Training
 from manyhosts.training.loss_weights.counting import LossWeights
-from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.setup.model_checks import several_gradients
 from manyhosts.training.state.buffers import BufferCopies
 from manyhosts.training.telemetry.pace import NormPrice
@@ -53,7 +52,10 @@ class Stepper:
         self.counting = LossWeights(parts, settings, training.state)
         self.first_steps = FirstSteps(parts)
         self.norm_price = NormPrice(parts.batch_norm, parts.world.notes) if parts.batch_norm is not None else None
-        self.buffers = BufferCopies(parts.trained) if training.survives else None
+        self.buffers = training.bad_steps.buffers
+        """What a step may change by itself, as it was before: where it may be left out, or be made again."""
+        if self.buffers is None and training.survives:
+            self.buffers = BufferCopies(parts.trained)
         self.norm: Tensor | None = None
         """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
         if parts.own_step is not None:
@@ -70,17 +72,16 @@ class Stepper:
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
         self.prepare(number, step)
-        lr = float(parts.optimizer.param_groups[0]["lr"])
-        if state.step < parts.warmup.steps:
-            lr *= parts.warmup.factor(state.step)
+        lr = float(parts.optimizer.param_groups[0]["lr"]) * parts.warmup.factor(state.step)
         self.norm, updated = None, False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
-            if training.bad_steps.buffers:
-                training.bad_steps.buffers.keep()
-            if parts.auditor is not None:
-                self.audit(parts.auditor, number, weighed)
+            if parts.auditor is not None:  # it readies the parts that this worker computes again for another
+                audits = [
+                    Auditable(each.audit, self.transfers.pieces(state.step, each.pieces)) for each in weighed.audits
+                ]
+                parts.auditor.begin(number, audits)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
             if parts.own_step is None:
                 outcome = self.backward(pieces, parts.compute, training.control_flags())
@@ -89,7 +90,12 @@ class Stepper:
                 updated = self.update_unless_bad(number, outcome.values["loss"])
             else:
                 outcome, updated = parts.own_step.make(pieces, training.control_flags())
-                self.see_own_step(parts.own_step, outcome, updated=updated)
+                if updated:
+                    self.norm = parts.own_step.norm()
+                else:
+                    training.bad_steps.put_back()
+                if parts.watcher is not None:
+                    parts.watcher.differentiates(outcome)
         if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
@@ -157,16 +163,6 @@ class Stepper:
         self.step_optimizer()
         return not (self.acts and training.parts.precision.left_out)
 
-    def see_own_step(self, own_step: OwnStep, outcome: StepOutcome, *, updated: bool) -> None:
-        """What is to be known of a step that the script has written and that is over."""
-        training = self.training
-        if updated:
-            self.norm = own_step.norm()
-        else:
-            training.bad_steps.put_back()
-        if training.parts.watcher is not None:
-            training.parts.watcher.differentiates(outcome)
-
     def clip(self) -> Tensor | None:
         """Clip the gradient where that is asked for. Returns its norm before."""
         parts, most = self.training.parts, self.training.settings.clip_gradients
@@ -183,8 +179,7 @@ class Stepper:
             self.strategy.prepare_update()
             step = partial(parts.strategy.update, parts.trained, parts.precision.stepper(parts.optimizer))
             self.update(parts.optimizer, step, randomness.UPDATE, done)
-        if training.schedule.follows_steps:
-            training.schedule.after_step()
+        training.schedule.after_step()
 
     def pass_over(self) -> StepOutcome:
         """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""
@@ -209,9 +204,8 @@ class Stepper:
             self.first_steps.before_forward()
             yield
             self.first_steps.after_forward(pieces)
-            for copies in (self.buffers, self.training.bad_steps.buffers):
-                if copies is not None:
-                    copies.follow(self.first_steps.written)
+            if self.buffers is not None:
+                self.buffers.follow(self.first_steps.written)
 
     # What surrounds that.
 
@@ -235,8 +229,9 @@ class Stepper:
         parts.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
         training.under_way, training.taken = number, step
         self.strategy.share_out(step.assignment)
-        if training.run_log.samples is not None and number not in training.state.left_out:
-            self.note(number, step)
+        is_noted = training.run_log.samples is not None and number not in training.state.left_out
+        if is_noted and self.strategy.mesh.leads_replica:  # others read the same ones
+            self.strategy.report_taken(len(step.pieces), partial(self.note, number, step.pieces))
         if self.buffers:
             self.buffers.keep()
         if parts.own_step is not None and training.snapshot_schedule.is_writing:
@@ -244,18 +239,14 @@ class Stepper:
         if isinstance(parts.batch_norm, GlobalBatch):
             parts.batch_norm.begin_step(step.samples)
 
-    def note(self, number: int, step: Step) -> None:
-        """Note which samples this worker computes; of pieces that go to a free worker, each when it is taken."""
-        if self.strategy.mesh.leads_replica:  # others read the same ones
-            note = self.training.run_log.note_samples
-            self.strategy.report_taken(
-                len(step.pieces), lambda taken: note(number, _indices([step.pieces[each] for each in taken]))
-            )
+    def note(self, number: int, pieces: Sequence[LoadedPiece | DuePiece], taken: Sequence[int]) -> None:
+        """Note which samples this worker computes, ghosts left out: those of the pieces of a step that it has taken.
 
-    def audit(self, auditor: Auditor, number: int, step: Step) -> None:
-        """Ready the parts that this worker computes again for another."""
-        pieces = partial(self.transfers.pieces, self.training.state.step)
-        auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
+        Of pieces that go to a free worker, each when it is taken.
+        """
+        plans = [pieces[each].plan for each in taken]
+        samples = [index for plan in plans if plan.weight for index in plan.indices.tolist()]
+        self.training.run_log.note_samples(number, samples)
 
     def call_callbacks(self, step: Step, *, updated: bool) -> None:
         """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
@@ -322,11 +313,6 @@ class Stepper:
         training.tried, training.under_way = max(training.tried, training.under_way), 0
 
 
-def _indices(pieces: Sequence[LoadedPiece | DuePiece]) -> list[int]:
-    """The samples of these pieces, ghosts left out."""
-    return [index for piece in pieces if piece.plan.weight for index in piece.plan.indices.tolist()]
-
-
 class Transfers:
     """Those of one loop."""
 
@@ -385,8 +371,6 @@ class StepClock:
 
     def __init__(self, world: World, store: Store, transfers: Transfers) -> None:
         self._world, self._store, self._transfers = world, store, transfers
-        self._begin = self._fetched = self._stalled = self._brought = self._exposed = self._exchanged = 0.0
-        self._sent = 0
 
     def begin(self) -> None:
         """The step begins with waiting for its samples."""

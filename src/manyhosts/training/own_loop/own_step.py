@@ -136,7 +136,9 @@ class Verbs(Protocol):
 class OwnStep:
     """Runs the user's step, its updates included."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_schedulers: Callable[[Mapping[str, Optimizer]], dict[str, LRScheduler]]) -> None:
+        """`make_schedulers`: makes those of the optimizers of these names, by their names."""
+        self.make_schedulers = make_schedulers
         self.step: Callable[[], None]
         """The user's, to be called once for each optimizer step."""
         self.written: Callable[..., Any] | None = None
@@ -158,7 +160,6 @@ class OwnStep:
         """Where the user's step is written."""
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
         """How a function of the user's is called; who watches a run may put another in its place."""
-        self.make_schedulers: Callable[[Mapping[str, Optimizer]], dict[str, LRScheduler]] = lambda _named: {}
         self.logged: dict[str, Tensor] = {}
         self.norms: list[Tensor] = []
         """Of the gradient of each update of the step under way, or the last one, before clipping."""
@@ -282,11 +283,12 @@ class OwnStep:
 
     def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
         """The sums of the control flags over the workers, and whether any worker keeps something by part."""
+        in_use = any(part.objects for part in self.parts.live.values())
         if self.world.size == 1:
-            return control_flags, self.parts.in_use
+            return control_flags, in_use
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.
         names = 1 + (zlib.crc32(" ".join(sorted(self.logged)).encode()) >> 13) if self.logged else 0
-        own = [float(self.parts.in_use), names, names * names, bool(names), names * self.world.is_rank_0]
+        own = [float(in_use), names, names * names, bool(names), names * self.world.is_rank_0]
         reported = self.world.all_reduce(
             torch.tensor([*control_flags, *own], dtype=torch.float64, device=self.world.device)
         )

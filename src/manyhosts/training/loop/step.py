@@ -59,8 +59,7 @@ class Stepper:
         self.norm: Tensor | None = None
         """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
         if parts.own_step is not None:
-            remembers = training.survives or training.bad_steps.leave_out
-            parts.own_step.begin(self, training.state, remembers=remembers)
+            parts.own_step.begin(self, training.state, remembers=self.buffers is not None)
         self.strategy.before_update = self.before_inner_update
         self.acts = bool(parts.callbacks)
 

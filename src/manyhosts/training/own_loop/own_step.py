@@ -87,10 +87,6 @@ class Group:
     """What the strategy sums their gradients in."""
     has_all: bool
     """Whether there is no other parameter."""
-    pending: bool = False
-    """Whether there are gradients that no update has used yet."""
-    loss: Tensor | None = None
-    """Of the last backward pass for it in this step."""
     is_small: bool = field(init=False)
     """Whether its gradients are so few numbers that to copy them costs less than a call for each."""
 
@@ -161,6 +157,10 @@ class OwnStep:
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
         """How a function of the user's is called; who watches a run may put another in its place."""
         self.logged: dict[str, Tensor] = {}
+        self.losses: dict[str, Tensor] = {}
+        """By the name of an optimizer: of the last backward pass for it in this step."""
+        self.pending: set[str] = set()
+        """The optimizers for which there are gradients that no update has used yet."""
         self.norms: list[Tensor] = []
         """Of the gradient of each update of the step under way, or the last one, before clipping."""
         self._broken: Exception | None = None
@@ -186,10 +186,11 @@ class OwnStep:
             ConfigError: it cannot sum those of one optimizer at a time.
         """
         settings.strategy.check_own_loop(is_shared=world.is_shared)
-        defaults = {each.name: each.default for each in fields(Settings)}
-        for name, instead in _INSTEAD.items():
-            if getattr(settings, name) != defaults[name]:
-                raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
+        for each in fields(Settings):
+            if (name := each.name) in _INSTEAD and getattr(settings, name) != each.default:
+                raise ConfigError(
+                    f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=_INSTEAD[name]
+                )
         if settings.precision == "fp16":
             raise ConfigError(
                 "fp16 needs a scaler for each optimizer, which an own loop has not",
@@ -231,9 +232,8 @@ class OwnStep:
             each.bring, each.weight = repeat(each.batch).__next__, 1.0 if each.weight else 0.0
         self.pieces = pieces
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
-        self.calls, self.logged, self.norms, self._broken, self.parts.live = 0, {}, [], None, {}
-        for group in self.groups.values():
-            group.loss, group.pending = None, False
+        self.calls, self.logged, self.norms, self.losses, self.pending = 0, {}, [], {}, set()
+        self._broken, self.parts.live = None, {}
         if self.remembers:
             self._keep()
         if self._plain is None:
@@ -335,8 +335,8 @@ class OwnStep:
         `run.state` is looked at in the first steps and where something has come to it. A buffer that is in the
         `state_dict` must be there when a resume makes the model; others are made again.
         """
-        for name, group in self.groups.items():
-            if group.pending:
+        for name in self.groups:
+            if name in self.pending:
                 raise ConfigError(
                     f"this step has computed a gradient for {name!r}, and no run.update has used it",
                     where="run.backward",
@@ -384,7 +384,7 @@ class OwnStep:
             self._new_buffers.append((module, name))
 
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
-        losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
+        losses = {name: self.losses[name] for name in self.groups if name in self.losses}
         if not losses:
             return {"loss": torch.zeros((), dtype=torch.float64, device=self.world.device), **self.logged}
         first, *others = losses.values()
@@ -402,9 +402,8 @@ class OwnStep:
             _check_called(loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
             self.calls += 1
-            old = (
-                [None if each.grad is None else each.grad.clone() for each in group.parameters] if group.pending else []
-            )
+            added_to = group.parameters if group.name in self.pending else []
+            old = [None if each.grad is None else each.grad.clone() for each in added_to]
             self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
             try:
                 with _ALL if group.has_all else _trained(self._placed, group.parameters):
@@ -416,10 +415,11 @@ class OwnStep:
         except Exception as error:
             self._broken = error  # the step may catch it
             raise
-        for parameter, before in zip(group.parameters, old, strict=False):
+        for parameter, before in zip(added_to, old, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-        group.pending, group.loss = True, values["loss"]
+        self.pending.add(group.name)
+        self.losses[group.name] = values["loss"]
         self._seed(self.calls, 0)  # the parts have left each worker's generators at its own last one
         return values
 
@@ -553,8 +553,7 @@ class OwnStep:
             group = self._group(name, "run.update")
             self._check_update(group, clip)
             norm = group.norm() if clip is None else group.clip(clip)
-            assert group.loss is not None, "backward() has left it"
-            if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
+            if not math.isfinite(self.losses[group.name].item()) or not math.isfinite(norm.item()):
                 raise _BadStep
             if self.remembers and id(group.optimizer) not in self._before:
                 stepped = [each for each in (group.optimizer, group.scheduler) if each is not None]
@@ -566,12 +565,12 @@ class OwnStep:
         except Exception as error:
             self._broken = error  # the step may catch it
             raise
-        group.pending = False
+        self.pending.remove(group.name)
         self.norms.append(norm)
         return norm
 
     def _check_update(self, group: Group, clip: Any) -> None:
-        if not group.pending:
+        if group.name not in self.pending:
             raise ConfigError(
                 "run.update comes before a run.backward for the same optimizer in this step",
                 where="run.update",

@@ -251,7 +251,10 @@ class OwnStep:
             self._put_back()
         self.pieces, self._before = None, {}
         if self._looks:
-            self._see_plain_values()
+            self._looks -= 1
+            if note := changed_attributes(self._plain, HeldValues(self.model, self.written).now()):
+                self.world.notes.append(note)
+                self._looks = 0
         return StepOutcome(self._values(is_good=is_good), flags), is_good
 
     @contextmanager
@@ -302,14 +305,6 @@ class OwnStep:
                 fix="log the same names on every worker, or on rank 0 alone",
             )
         return reported[:-5], used > 0
-
-    def _see_plain_values(self) -> None:
-        """In the first steps: say what a step changes and no one keeps."""
-        assert self._plain is not None, "looked at before the first step"
-        self._looks -= 1
-        if note := changed_attributes(self._plain, HeldValues(self.model, self.written).now()):
-            self.world.notes.append(note)
-            self._looks = 0
 
     def _keep(self) -> None:
         """Copy what the step may change by itself: the script's own values, and parameters."""

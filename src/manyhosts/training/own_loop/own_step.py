@@ -286,7 +286,7 @@ class OwnStep:
 
     def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
         """The sums of the control flags over the workers, and whether any worker keeps something by part."""
-        in_use = any(part.objects for part in self.parts.live.values())
+        in_use = bool(self.parts.live) and any(part.objects for part in self.parts.live.values())
         if self.world.size == 1:
             return control_flags, in_use
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.

@@ -178,6 +178,7 @@ class ShardedSource(Source):
         """What each shard gives to the step, whether there is more of it, which continue elsewhere than where they
         were, and the most pieces that a part has.
         """
+        # Three rows of as many numbers as there are shards, and one number: here what is not 0 of this worker's.
         own = {**share.given, 3 * shards: max(Counter(piece.plan.part for piece in share.pieces).values(), default=0)}
         own |= {shards + shard: 1 for shard in share.left} | {2 * shards + shard: 1 for shard in share.elsewhere}
         mine = torch.zeros(3 * shards + 1, dtype=torch.int64)

@@ -76,7 +76,7 @@ class Stepper:
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
-            if parts.auditor is not None:  # it readies the parts that this worker computes again for another
+            if parts.auditor is not None:  # some parts of others are computed again here
                 audits = [
                     Auditable(each.audit, self.transfers.pieces(state.step, each.pieces)) for each in weighed.audits
                 ]

@@ -553,8 +553,9 @@ class OwnStep:
             if self.remembers and id(group.optimizer) not in self._before:
                 stepped = [each for each in (group.optimizer, group.scheduler) if each is not None]
                 self._before |= {id(each): (each, copy.deepcopy(each.state_dict())) for each in stepped}
-            address = randomness.OWN_STEP, self.run_state.step, self.calls
-            self.verbs.update(group.optimizer, group.optimizer.step, *address)
+            self.verbs.update(
+                group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls
+            )
             if group.scheduler is not None:
                 advance(group.scheduler)
         except Exception as error:

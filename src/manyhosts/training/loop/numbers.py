@@ -131,8 +131,9 @@ class DeferredMetrics:
         on_device = torch.as_tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
         packed = torch.cat([*(each.double().reshape(1) for each in numbers), on_device]).to("cpu", non_blocking=True)
         assert self._began is not None, "begin() comes before add()"
-        has_norm, data_waits = norm is not None, self._data_waits
-        self.pending.append(_Pending(facts, outcome, packed, has_norm, self._event(), self._began, data_waits, waits))
+        self.pending.append(
+            _Pending(facts, outcome, packed, norm is not None, self._event(), self._began, self._data_waits, waits)
+        )
 
     def lengthen(
         self,

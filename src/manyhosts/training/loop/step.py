@@ -46,8 +46,9 @@ class Stepper:
     def __init__(self, training: Training) -> None:
         self.training = training
         parts, settings, self.strategy = training.parts, training.settings, training.parts.strategy
-        shown = training.run_log.keep_pictures if settings.keep_pictures else None
-        self.transfers = Transfers(parts.world.device, training.numbers, shown)
+        self.transfers = Transfers(
+            parts.world.device, training.numbers, training.run_log.keep_pictures if settings.keep_pictures else None
+        )
         self.clock = StepClock(parts.world, training.snapshot_schedule.store, self.transfers)
         self.counting = LossWeights(parts, settings, training.state)
         self.first_steps = FirstSteps(parts)

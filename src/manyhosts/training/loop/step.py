@@ -72,7 +72,9 @@ class Stepper:
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
         self.prepare(number, step)
-        lr = float(parts.optimizer.param_groups[0]["lr"]) * parts.warmup.factor(state.step)
+        lr = float(parts.optimizer.param_groups[0]["lr"])
+        if state.step < parts.warmup.steps:
+            lr *= parts.warmup.factor(state.step)
         self.norm, updated = None, False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
@@ -179,7 +181,8 @@ class Stepper:
             self.strategy.prepare_update()
             step = partial(parts.strategy.update, parts.trained, parts.precision.stepper(parts.optimizer))
             self.update(parts.optimizer, step, randomness.UPDATE, done)
-        training.schedule.after_step()
+        if training.schedule.follows_steps:
+            training.schedule.after_step()
 
     def pass_over(self) -> StepOutcome:
         """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""

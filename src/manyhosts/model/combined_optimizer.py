@@ -24,7 +24,7 @@ class CombinedOptimizer(Optimizer):
         Raises:
             ConfigError: one of them has a state in a form of its own, or two of them share a parameter.
         """
-        self.named: dict[str, Optimizer] = {}
+        self.named = dict(named)
         owner: dict[int, str] = {}
         for name, each in named.items():
             if type(each).state_dict is not Optimizer.state_dict:
@@ -42,7 +42,6 @@ class CombinedOptimizer(Optimizer):
                     )
         groups = (group for each in named.values() for group in each.param_groups)
         super().__init__([{"params": list(each["params"])} for each in groups], {})
-        self.named = dict(named)
         self.take_groups()
 
     def take_groups(self) -> None:

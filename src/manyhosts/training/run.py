@@ -147,15 +147,17 @@ class Run(Session):
     ) -> None:
         given: object = models
         if isinstance(given, list | tuple):
-            fix = 'give each a name: models={"first": Net, "second": Other}'
-            raise ConfigError(f"models is a {type(given).__name__}", where="mh.Run(models=…)", fix=fix)
+            raise ConfigError(
+                f"models is a {type(given).__name__}",
+                where="mh.Run(models=…)",
+                fix='give each a name: models={"first": Net, "second": Other}',
+            )
         self._models = models if isinstance(models, Mapping) else {"model": models}
         self._makers = optimizers if isinstance(optimizers, Mapping) else {"+".join(map(str, self._models)): optimizers}
         one_for_all = {} if schedulers is None else dict.fromkeys(self._makers, schedulers)
         self._schedulers: Mapping[str, Any] = schedulers if isinstance(schedulers, Mapping) else one_for_all
         self.evaluates = evaluate is not None
-        self._own_step = OwnStep()
-        self._own_step.make_schedulers = self._make_schedulers
+        self._own_step = OwnStep(self._make_schedulers)
         self._check_names()
         if data is None:
             typed = overrides.from_environment().get("virtual_workers", "")
@@ -175,8 +177,13 @@ class Run(Session):
                 fix="give evaluate=function(models, batch) -> loss",
             )
         if evaluate is not None:
-            fix = "give evaluate=function(models, batch) that returns the loss, or a dict with it"
-            check_called("evaluate", evaluate, ["models", "batch"], where="mh.Run(evaluate=…)", fix=fix)
+            check_called(
+                "evaluate",
+                evaluate,
+                ["models", "batch"],
+                where="mh.Run(evaluate=…)",
+                fix="give evaluate=function(models, batch) that returns the loss, or a dict with it",
+            )
         super().__init__(
             model=self._make_models,
             optimizer=self._make_optimizers,
@@ -200,13 +207,18 @@ class Run(Session):
     def _check_names(self) -> None:
         for argument, given in (("models", self._models), ("optimizers", self._makers)):
             if not given:
-                fix = f"give {argument}={{name: …}}, or one alone"
-                raise ConfigError(f"{argument} is empty", where=f"mh.Run({argument}=…)", fix=fix)
-        texts = [name for name in self._models if isinstance(name, str)]
-        bad = [name for name in texts if not name or "." in name or hasattr(nn.ModuleDict(), name)]
-        if taken := [*(name for name in self._models if name not in texts), *bad]:
-            fix = f"call it {str(taken[0]).replace('.', '_') or 'net'}_model, say"
-            raise ConfigError(f"{taken[0]!r} can be no name of a model", where="mh.Run(models=…)", fix=fix)
+                raise ConfigError(
+                    f"{argument} is empty",
+                    where=f"mh.Run({argument}=…)",
+                    fix=f"give {argument}={{name: …}}, or one alone",
+                )
+        for name in self._models:
+            if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
+                raise ConfigError(
+                    f"{name!r} can be no name of a model",
+                    where="mh.Run(models=…)",
+                    fix=f"call it {str(name).replace('.', '_') or 'net'}_model, say",
+                )
         for name in self._makers:
             if unknown := sorted({*name.split("+")} - self._models.keys()):
                 raise ConfigError(
@@ -221,11 +233,21 @@ class Run(Session):
                 fix=f"name it after its optimizer: {', '.join(self._makers)}",
             )
         for name, each in self._makers.items():
-            fix = "write lambda params: torch.optim.AdamW(params, lr=1e-3)"
-            check_called(f"optimizer {name!r}", each, ["parameters"], where="mh.Run(optimizers=…)", fix=fix)
+            check_called(
+                f"optimizer {name!r}",
+                each,
+                ["parameters"],
+                where="mh.Run(optimizers=…)",
+                fix="write lambda params: torch.optim.AdamW(params, lr=1e-3)",
+            )
         for name, each in self._schedulers.items():
-            fix = "write lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
-            check_called(f"scheduler {name!r}", each, ["optimizer"], where="mh.Run(schedulers=…)", fix=fix)
+            check_called(
+                f"scheduler {name!r}",
+                each,
+                ["optimizer"],
+                where="mh.Run(schedulers=…)",
+                fix="write lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)",
+            )
 
     def _make_models(self) -> nn.ModuleDict:
         made = {}
@@ -251,28 +273,26 @@ class Run(Session):
                     fix="leave the optimizer out; what has no parameter need not be among the models",
                 )
             found = make(parameters)
-            if isinstance(found, Optimizer):
-                check_options(parameters, found, self.world.notes)
-            if not isinstance(found, Optimizer) or isinstance(found, torch.optim.LBFGS):
-                calls = isinstance(found, torch.optim.LBFGS)
-                what = "which calls the loss as often as it likes" if calls else "not a torch.optim.Optimizer"
+            calls_loss = isinstance(found, torch.optim.LBFGS)
+            if calls_loss or not isinstance(found, Optimizer):
+                what = "which calls the loss as often as it likes" if calls_loss else "not a torch.optim.Optimizer"
                 raise ConfigError(
                     f"optimizer {name!r} is a {type(found).__name__}, {what}",
                     where="mh.Run(optimizers=…)",
                     fix="write lambda params: torch.optim.AdamW(params, lr=1e-3)",
                 )
+            check_options(parameters, found, self.world.notes)
             fuse(found, holds_full_model=True)
             made[name] = found
         return CombinedOptimizer(made)
 
     def _make_schedulers(self, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
-        schedulers: dict[str, LRScheduler] = {}
+        schedulers = {}
         for name, make in self._schedulers.items():
             rates = [group["lr"] for group in optimizers[name].param_groups]
-            schedulers[name] = make_schedule(make, optimizers[name])
+            schedulers[name] = made = make_schedule(make, optimizers[name])
             check_rates(self.settings, rates, optimizers[name], make)
-        for name, each in schedulers.items():
-            if isinstance(each, ReduceLROnPlateau):
+            if isinstance(made, ReduceLROnPlateau):
                 raise ConfigError(
                     f"scheduler {name!r} is a ReduceLROnPlateau, and an update has no value that it could look at",
                     where="mh.Run(schedulers=…)",
@@ -282,8 +302,7 @@ class Run(Session):
 
     def _parameters(self, names: Sequence[str]) -> Parameters:
         """Those of the models of these names: each called as in its model, or after the model's name among several."""
-        models = self._own_step.model
-        assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
+        models = self.models
         one = models[names[0]] if len(names) == 1 else nn.ModuleDict({each: models[each] for each in names})
         found = {id(each): name for name, each in one.named_parameters()}
         return Parameters(one.parameters(), one, found)
@@ -323,9 +342,8 @@ class Run(Session):
             [name] = self._models
 
             def forward(models: nn.Module, batch: Any) -> Any:
-                assert isinstance(models, nn.ModuleDict), "_make_models() makes one"
                 try:
-                    return of_inputs(models[name], batch)
+                    return of_inputs(models.get_submodule(name), batch)
                 except ConfigError as error:
                     own = error.fix.replace("lambda model, batch", "lambda models, batch")
                     error.fix = re.sub(r"\bmodel\(", f"models[{name!r}](", own)
@@ -367,9 +385,11 @@ class Run(Session):
             ConfigError: it is called outside of a step, or a value has no name or is not one number.
         """
         if unnamed:
-            kind = type(unnamed[0]).__name__
-            what = f"run.log takes values by name, and a {kind} comes without one"
-            raise ConfigError(what, where="run.log", fix="write run.log(accuracy=0.9), or run.log(**values) of a dict")
+            raise ConfigError(
+                f"run.log takes values by name, and a {type(unnamed[0]).__name__} comes without one",
+                where="run.log",
+                fix="write run.log(accuracy=0.9), or run.log(**values) of a dict",
+            )
         if self._own_step.pieces is None:
             raise ConfigError(
                 "run.log is called outside of a step, so that there is no step to record it with",
@@ -400,8 +420,18 @@ class Run(Session):
 
     @property
     def part(self) -> Part:
-        """The part of the batch that is computed now; inside a function that `backward` calls."""
-        return self._own_step.part
+        """The part of the batch that is computed now; inside a function that `backward` calls.
+
+        Raises:
+            ConfigError: none is computed.
+        """
+        if self._own_step.computed is None:
+            raise ConfigError(
+                "run.part is asked for where no part is computed",
+                where="run.part",
+                fix="ask for it in the function that run.backward is given",
+            )
+        return self._own_step.parts.of(self._own_step.computed)
 
     @property
     def models(self) -> nn.ModuleDict:

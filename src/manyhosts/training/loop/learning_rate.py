@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -53,11 +54,11 @@ class VanishedRate:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class WarmUp:
     """The learning rate rises linearly to its full value over the first `steps` steps."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    steps: int
 
     @classmethod
     def of(cls, warmup: str | None, steps_per_epoch: int | None) -> WarmUp:
@@ -91,7 +92,6 @@ class Schedule:
         self._schedule = schedule
         self.plateau = schedule if isinstance(schedule, ReduceLROnPlateau) else None
         self.follows_steps = schedule is not None and every == "step"
-        self.follows_epochs = schedule is not None and every == "epoch"
         self._began = False
         """Whether this loop has moved it on."""
 
@@ -107,7 +107,7 @@ class Schedule:
 
     def after_epoch(self) -> None:
         """Move on, where the schedule follows epochs."""
-        if self.follows_epochs:
+        if not self.follows_steps:
             self._advance()
 
     def _advance(self) -> None:
@@ -116,8 +116,7 @@ class Schedule:
         Raises:
             ConfigError: it is shorter than the run.
         """
-        if self._schedule is None or self.plateau is not None:
-            return
-        with nullcontext() if self._began else unwarned():
-            advance(self._schedule)
-        self._began = True
+        if self._schedule is not None and self.plateau is None:
+            with nullcontext() if self._began else unwarned():
+                advance(self._schedule)
+            self._began = True

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -70,10 +70,10 @@ class StepMetricValues:
 @dataclass(slots=True)
 class _Pending:
     facts: StepFacts
-    names: list[str]
-    has_norm: bool
+    outcome: StepOutcome
     packed: Tensor
-    settle: Callable[[], Mapping[str, Tensor]] | None
+    """Its numbers, one after another: the flag of what is unsettled, the values, the norm, the control flags."""
+    has_norm: bool
     event: Event
     """After the step and the copy of its numbers."""
     began: Event
@@ -120,24 +120,19 @@ class DeferredMetrics:
         waits: Sequence[tuple[Event, Event]] = (),
     ) -> None:
         """Take the numbers of one more step, without waiting for them."""
-        values, control_flags, unsettled = outcome.values, outcome.control_flags, outcome.unsettled
+        flags = outcome.control_flags
         if not self.is_asynchronous:
-            known = control_flags.tolist() if isinstance(control_flags, Tensor) else control_flags
-            numbers = {name: value.item() for name, value in values.items()}
-            self.pending.append(StepMetricValues(facts, numbers, None if norm is None else norm.item(), known))
+            known = flags.tolist() if isinstance(flags, Tensor) else flags
+            values = {name: value.item() for name, value in outcome.values.items()}
+            self.pending.append(StepMetricValues(facts, values, None if norm is None else norm.item(), known))
             return
-        on_device = (
-            control_flags if isinstance(control_flags, Tensor) else torch.tensor(control_flags, dtype=torch.float64)
-        )
-        parts = [] if unsettled is None else [unsettled.flag.double().reshape(1)]
-        parts += [value.double().reshape(1) for value in values.values()]
-        parts += [] if norm is None else [norm.double().reshape(1)]
-        packed = torch.cat([*parts, on_device.to(self.device, non_blocking=True)]).to("cpu", non_blocking=True)
+        unsettled = [] if outcome.unsettled is None else [outcome.unsettled.flag]
+        numbers = [*unsettled, *outcome.values.values(), *([] if norm is None else [norm])]
+        on_device = torch.as_tensor(flags, dtype=torch.float64).to(self.device, non_blocking=True)
+        packed = torch.cat([*(each.double().reshape(1) for each in numbers), on_device]).to("cpu", non_blocking=True)
         assert self._began is not None, "begin() comes before add()"
-        settle = None if unsettled is None else unsettled.settle
-        names, data_waits = list(values), self._data_waits
         self.pending.append(
-            _Pending(facts, names, norm is not None, packed, settle, self._event(), self._began, data_waits, waits)
+            _Pending(facts, outcome, packed, norm is not None, self._event(), self._began, self._data_waits, waits)
         )
 
     def lengthen(
@@ -182,15 +177,14 @@ def _known(pending: _Pending | StepMetricValues) -> StepMetricValues:
     if isinstance(pending, StepMetricValues):
         return pending
     pending.event.synchronize()
-    numbers = pending.packed.tolist()
-    flag = 0.0 if pending.settle is None else numbers.pop(0)
-    values = dict(zip(pending.names, numbers, strict=False))
-    left = numbers[len(pending.names) :]
-    norm = left.pop(0) if pending.has_norm else None
-    if pending.settle is not None and flag:
+    numbers, unsettled = iter(pending.packed.tolist()), pending.outcome.unsettled
+    is_unsettled = unsettled is not None and next(numbers) != 0
+    values = {name: next(numbers) for name in pending.outcome.values}
+    norm = next(numbers) if pending.has_norm else None
+    if unsettled is not None and is_unsettled:
         # Every worker reads this step at the same place, so all of them are here.
-        values |= {name: value.item() for name, value in pending.settle().items()}
-    return StepMetricValues(replace(pending.facts, timing=_by_device(pending)), values, norm, left)
+        values |= {name: value.item() for name, value in unsettled.settle().items()}
+    return StepMetricValues(replace(pending.facts, timing=_by_device(pending)), values, norm, list(numbers))
 
 
 def _by_device(pending: _Pending) -> StepTiming:

@@ -178,19 +178,16 @@ class ShardedSource(Source):
         """What each shard gives to the step, whether there is more of it, which continue elsewhere than where they
         were, and the most pieces that a part has.
         """
-        counts = Counter(piece.plan.part for piece in share.pieces)
+        # Three rows of as many numbers as there are shards, and one number: here what is not 0 of this worker's.
+        own = {**share.given, 3 * shards: max(Counter(piece.plan.part for piece in share.pieces).values(), default=0)}
+        own |= {shards + shard: 1 for shard in share.left} | {2 * shards + shard: 1 for shard in share.elsewhere}
         mine = torch.zeros(3 * shards + 1, dtype=torch.int64)
-        for shard, count in share.given.items():
-            mine[shard] = count
-        for shard in share.left:
-            mine[shards + shard] = 1
-        for shard in share.elsewhere:
-            mine[2 * shards + shard] = 1
-        mine[-1] = max(counts.values(), default=0)
+        for place, number in own.items():
+            mine[place] = number
         rows = self.world.stack(mine.to(self.world.device)).cpu()
         given, left, elsewhere = rows[:, :-1].sum(0).reshape(3, shards).tolist()
-        odd = [shard for shard, is_it in enumerate(elsewhere) if is_it]
-        return given, [bool(more) for more in left], odd, int(rows[:, -1].max())
+        moved = [shard for shard, number in enumerate(elsewhere) if number]
+        return given, [bool(more) for more in left], moved, int(rows[:, -1].max())
 
     def _said(self, elsewhere: Sequence[int], progress: ShardProgress) -> str:
         """What is to be said of shards that continue elsewhere than where they were; empty where none does."""
@@ -210,16 +207,11 @@ class ShardedSource(Source):
 
     def met(self, stream: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
         """How far every shard was read, with what each worker knows of its own."""
-        known = _states(stream)
+        known: States = stream.get("states", {})
         if len(before.get("read", ())) == len(stream.get("read", ())):
-            known = {**_states(before), **known}
+            known = {**before.get("states", {}), **known}
         reported = [found["states"] for found in gather(self.world, {"states": known})]
         return ShardProgress.of(stream, 0).knowing(reported).to_stream() if stream else stream
-
-
-def _states(stream: Mapping[str, Any]) -> States:
-    found: States = stream.get("states", {})
-    return found
 
 
 def _weighted(pieces: Sequence[LoadedPiece], total: int) -> list[LoadedPiece]:
@@ -244,8 +236,11 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
         ConfigError: there is no training set.
     """
     if data.train is None:
-        fix = "give one; to evaluate alone, give the same set as train=, too, and call test() without fit()"
-        raise ConfigError("there is no training set", where="mh.Data(train=…)", fix=fix)
+        raise ConfigError(
+            "there is no training set",
+            where="mh.Data(train=…)",
+            fix="give one; to evaluate alone, give the same set as train=, too, and call test() without fit()",
+        )
     if isinstance(data.train, IterableDataset):
         if settings.audit is not None and reads_in_shards(data.train):
             raise ConfigError(
@@ -286,9 +281,11 @@ def make_source(data: Data, settings: Settings, *, batch: int, cut: Cut, world: 
             where="mh.Data(batch_size=…, drop_last=True)",
             fix="make the batch smaller, or leave drop_last out",
         )
-    fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)
     loader = Loader(
-        fetcher, processes=settings.loader_workers, pin=is_asynchronous(world.device), say=world.notes.append
+        Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate),
+        processes=settings.loader_workers,
+        pin=is_asynchronous(world.device),
+        say=world.notes.append,
     )
     return IndexedSource(loader, order, Cuts(cut))
 

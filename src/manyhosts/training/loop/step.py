@@ -24,14 +24,13 @@ from manyhosts.loss.compute import may_draw
 from manyhosts.model.buffers import BufferCopies
 from manyhosts.model.model_checks import several_gradients
 from manyhosts.snapshot.store import Store
-from manyhosts.strategies.audit import Auditable, Auditor
+from manyhosts.strategies.audit import Auditable
 from manyhosts.strategies.local_rate import multiplied
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome
 from manyhosts.training.consistency.first_steps import FirstSteps, compare_streams
 from manyhosts.training.loop.counting import LossWeights
 from manyhosts.training.loop.numbers import DeferredMetrics, StepFacts
 from manyhosts.training.loop.training import Training
-from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.telemetry.pace import NormPrice
 
 _NOTHING = nullcontext()
@@ -47,18 +46,21 @@ class Stepper:
     def __init__(self, training: Training) -> None:
         self.training = training
         parts, settings, self.strategy = training.parts, training.settings, training.parts.strategy
-        shown = training.run_log.keep_pictures if settings.keep_pictures else None
-        self.transfers = Transfers(parts.world.device, training.numbers, shown)
+        self.transfers = Transfers(
+            parts.world.device, training.numbers, training.run_log.keep_pictures if settings.keep_pictures else None
+        )
         self.clock = StepClock(parts.world, training.snapshot_schedule.store, self.transfers)
         self.counting = LossWeights(parts, settings, training.state)
         self.first_steps = FirstSteps(parts)
         self.norm_price = NormPrice(parts.batch_norm, parts.world.notes) if parts.batch_norm is not None else None
-        self.buffers = BufferCopies(parts.trained) if training.survives else None
+        self.buffers = training.bad_steps.buffers
+        """What a step may change by itself, as it was before: where it may be left out, or be made again."""
+        if self.buffers is None and training.survives:
+            self.buffers = BufferCopies(parts.trained)
         self.norm: Tensor | None = None
         """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
         if parts.own_step is not None:
-            remembers = training.survives or training.bad_steps.leave_out
-            parts.own_step.begin(self, training.state, remembers=remembers)
+            parts.own_step.begin(self, training.state, remembers=self.buffers is not None)
         self.strategy.before_update = self.before_inner_update
         self.acts = bool(parts.callbacks)
 
@@ -77,10 +79,11 @@ class Stepper:
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
-            if training.bad_steps.buffers:
-                training.bad_steps.buffers.keep()
-            if parts.auditor is not None:
-                self.audit(parts.auditor, number, weighed)
+            if parts.auditor is not None:  # some parts of others are computed again here
+                audits = [
+                    Auditable(each.audit, self.transfers.pieces(state.step, each.pieces)) for each in weighed.audits
+                ]
+                parts.auditor.begin(number, audits)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
             if parts.own_step is None:
                 outcome = self.backward(pieces, parts.compute, training.control_flags())
@@ -89,7 +92,12 @@ class Stepper:
                 updated = self.update_unless_bad(number, outcome.values["loss"])
             else:
                 outcome, updated = parts.own_step.make(pieces, training.control_flags())
-                self.see_own_step(parts.own_step, outcome, updated=updated)
+                if updated:
+                    self.norm = parts.own_step.norm()
+                else:
+                    training.bad_steps.put_back()
+                if parts.watcher is not None:
+                    parts.watcher.differentiates(outcome)
         if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
@@ -157,16 +165,6 @@ class Stepper:
         self.step_optimizer()
         return not (self.acts and training.parts.precision.left_out)
 
-    def see_own_step(self, own_step: OwnStep, outcome: StepOutcome, *, updated: bool) -> None:
-        """What is to be known of a step that the script has written and that is over."""
-        training = self.training
-        if updated:
-            self.norm = own_step.norm()
-        else:
-            training.bad_steps.put_back()
-        if training.parts.watcher is not None:
-            training.parts.watcher.differentiates(outcome)
-
     def clip(self) -> Tensor | None:
         """Clip the gradient where that is asked for. Returns its norm before."""
         parts, most = self.training.parts, self.training.settings.clip_gradients
@@ -209,9 +207,8 @@ class Stepper:
             self.first_steps.before_forward()
             yield
             self.first_steps.after_forward(pieces)
-            for copies in (self.buffers, self.training.bad_steps.buffers):
-                if copies is not None:
-                    copies.follow(self.first_steps.written)
+            if self.buffers is not None:
+                self.buffers.follow(self.first_steps.written)
 
     # What surrounds that.
 
@@ -235,8 +232,9 @@ class Stepper:
         parts.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
         training.under_way, training.taken = number, step
         self.strategy.share_out(step.assignment)
-        if training.run_log.samples is not None and number not in training.state.left_out:
-            self.note(number, step)
+        is_noted = training.run_log.samples is not None and number not in training.state.left_out
+        if is_noted and self.strategy.mesh.leads_replica:  # others read the same ones
+            self.strategy.report_taken(len(step.pieces), partial(self.note, number, step.pieces))
         if self.buffers:
             self.buffers.keep()
         if parts.own_step is not None and training.snapshot_schedule.is_writing:
@@ -244,18 +242,14 @@ class Stepper:
         if isinstance(parts.batch_norm, GlobalBatch):
             parts.batch_norm.begin_step(step.samples)
 
-    def note(self, number: int, step: Step) -> None:
-        """Note which samples this worker computes; of pieces that go to a free worker, each when it is taken."""
-        if self.strategy.mesh.leads_replica:  # others read the same ones
-            note = self.training.run_log.note_samples
-            self.strategy.report_taken(
-                len(step.pieces), lambda taken: note(number, _indices([step.pieces[each] for each in taken]))
-            )
+    def note(self, number: int, pieces: Sequence[LoadedPiece | DuePiece], taken: Sequence[int]) -> None:
+        """Note which samples this worker computes, ghosts left out: those of the pieces of a step that it has taken.
 
-    def audit(self, auditor: Auditor, number: int, step: Step) -> None:
-        """Ready the parts that this worker computes again for another."""
-        pieces = partial(self.transfers.pieces, self.training.state.step)
-        auditor.begin(number, [Auditable(each.audit, pieces(each.pieces)) for each in step.audits])
+        Of pieces that go to a free worker, each when it is taken.
+        """
+        plans = [pieces[each].plan for each in taken]
+        samples = [index for plan in plans if plan.weight for index in plan.indices.tolist()]
+        self.training.run_log.note_samples(number, samples)
 
     def call_callbacks(self, step: Step, *, updated: bool) -> None:
         """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
@@ -322,11 +316,6 @@ class Stepper:
         training.tried, training.under_way = max(training.tried, training.under_way), 0
 
 
-def _indices(pieces: Sequence[LoadedPiece | DuePiece]) -> list[int]:
-    """The samples of these pieces, ghosts left out."""
-    return [index for piece in pieces if piece.plan.weight for index in piece.plan.indices.tolist()]
-
-
 class Transfers:
     """Those of one loop."""
 
@@ -385,8 +374,6 @@ class StepClock:
 
     def __init__(self, world: World, store: Store, transfers: Transfers) -> None:
         self._world, self._store, self._transfers = world, store, transfers
-        self._begin = self._fetched = self._stalled = self._brought = self._exposed = self._exchanged = 0.0
-        self._sent = 0
 
     def begin(self) -> None:
         """The step begins with waiting for its samples."""

@@ -12,9 +12,9 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from itertools import repeat
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, repeat
 from numbers import Real
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ from manyhosts.refusals import place_in_script
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
-from manyhosts.training.own_loop.parts import Part, Parts
+from manyhosts.training.own_loop.parts import Parts, load
 from manyhosts.training.state.run_state import RunState
 
 _NOT_TRIED = (
@@ -66,8 +66,6 @@ _LOOKS = 3
 """Steps after which plain attributes of models are looked at."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
 """`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
-Rows = Tensor | tuple[Tensor, ...]
-"""A row for each sample."""
 
 
 _ALL = nullcontext()
@@ -89,11 +87,7 @@ class Group:
     """What the strategy sums their gradients in."""
     has_all: bool
     """Whether there is no other parameter."""
-    pending: bool = False
-    """Whether there are gradients that no update has used yet."""
-    loss: Tensor | None = None
-    """Of the last backward pass for it in this step."""
-    is_small: bool = False
+    is_small: bool = field(init=False)
     """Whether its gradients are so few numbers that to copy them costs less than a call for each."""
 
     def __post_init__(self) -> None:
@@ -102,23 +96,24 @@ class Group:
 
     def norm(self) -> Tensor:
         """That of its gradient, shape ()."""
-        gradients = [gradient for each in self.parameters if (gradient := each.grad) is not None]
-        if any(each.is_sparse for each in gradients):
+        gradients = self.gradients()
+        is_sparse = any(each.is_sparse for each in gradients)
+        if is_sparse or not self.is_small or not gradients:
             return norm_of([each.coalesce().values() if each.is_sparse else each for each in gradients])
-        if not self.is_small or not gradients:
-            return norm_of(gradients)
         found: Tensor = torch.linalg.vector_norm(_flatten_dense_tensors(gradients)).detach()
         return found
 
     def clip(self, most: float) -> Tensor:
         """Make its gradient no longer than `most`. Returns its norm before."""
-        if not any(each.grad is not None and each.grad.is_sparse for each in self.parameters):
+        if not any(each.is_sparse for each in self.gradients()):
             return nn.utils.clip_grad_norm_(self.parameters, most)
         norm = self.norm()  # of sparse ones PyTorch's function knows none
-        for each in self.parameters:
-            if each.grad is not None:
-                each.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        nn.utils.clip_grads_with_norm_(self.parameters, most, norm)
         return norm
+
+    def gradients(self) -> list[Tensor]:
+        """Of those of its parameters that have one."""
+        return [gradient for each in self.parameters if (gradient := each.grad) is not None]
 
 
 class Verbs(Protocol):
@@ -137,14 +132,15 @@ class Verbs(Protocol):
 class OwnStep:
     """Runs the user's step, its updates included."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_schedulers: Callable[[Mapping[str, Optimizer]], dict[str, LRScheduler]]) -> None:
+        """`make_schedulers`: makes those of the optimizers of these names, by their names."""
+        self.make_schedulers = make_schedulers
         self.step: Callable[[], None]
         """The user's, to be called once for each optimizer step."""
         self.written: Callable[..., Any] | None = None
         """The function that the script has written for it."""
         self.groups: dict[str, Group] = {}
         self.combined: CombinedOptimizer
-        """All optimizers, as one."""
         self.state: dict[str, Any] = {}
         """The user's own numbers and tensors, equal on all workers."""
         self.remembers = False
@@ -160,9 +156,11 @@ class OwnStep:
         """Where the user's step is written."""
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
         """How a function of the user's is called; who watches a run may put another in its place."""
-        self.make_schedulers: Callable[[Mapping[str, Optimizer]], dict[str, LRScheduler]] = lambda _named: {}
-        """Gives the schedulers, by the names of their optimizers."""
         self.logged: dict[str, Tensor] = {}
+        self.losses: dict[str, Tensor] = {}
+        """By the name of an optimizer: of the last backward pass for it in this step."""
+        self.pending: set[str] = set()
+        """The optimizers for which there are gradients that no update has used yet."""
         self.norms: list[Tensor] = []
         """Of the gradient of each update of the step under way, or the last one, before clipping."""
         self._broken: Exception | None = None
@@ -171,8 +169,8 @@ class OwnStep:
         """Backward passes of this step so far."""
         self._placed: list[nn.Parameter] = []
         """All parameters: to walk through the models in every backward pass takes longer than a small one."""
-        self._undo: dict[str | int, Callable[[], None]] = {}
-        """How to put back what the step under way has changed, in the order of the changes; by group, its optimizer."""
+        self._before: dict[int, tuple[Any, Any]] = {}
+        """By id, what the step under way may have changed besides parameters, with its state before; else empty."""
         self._copies = ParameterCopies()
         self._plain: Held | None = None
         """What models keep in plain attributes, before the first step of this process."""
@@ -188,10 +186,11 @@ class OwnStep:
             ConfigError: it cannot sum those of one optimizer at a time.
         """
         settings.strategy.check_own_loop(is_shared=world.is_shared)
-        defaults = {each.name: each.default for each in fields(Settings)}
-        for name, instead in _INSTEAD.items():
-            if getattr(settings, name) != defaults[name]:
-                raise ConfigError(f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=instead)
+        for each in fields(Settings):
+            if (name := each.name) in _INSTEAD and getattr(settings, name) != each.default:
+                raise ConfigError(
+                    f"{name} is for the step of mh.Trainer", where=f"mh.Run({name}=…)", fix=_INSTEAD[name]
+                )
         if settings.precision == "fp16":
             raise ConfigError(
                 "fp16 needs a scaler for each optimizer, which an own loop has not",
@@ -233,22 +232,15 @@ class OwnStep:
             each.bring, each.weight = repeat(each.batch).__next__, 1.0 if each.weight else 0.0
         self.pieces = pieces
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
-        self.calls, self.logged, self.norms, self._broken = 0, {}, [], None
-        for group in self.groups.values():
-            group.loss, group.pending = None, False
-        if self.parts.live:
-            self.parts.begin_step()
+        self.calls, self.logged, self.norms, self.losses, self.pending = 0, {}, [], {}, set()
+        self._broken, self.parts.live = None, {}
         if self.remembers:
             self._keep()
-        if self._looks and self._plain is None:
+        if self._plain is None:
             self._plain = (values := HeldValues(self.model, self.written)).now()
             self.world.notes += _of_others(values.modules, self._modules)
         self._seed()
-        is_good = True
-        try:
-            self._made()
-        except _BadStep:
-            is_good = False
+        is_good = self._made()
         if not self.calls and not self.run_state.step:
             self.world.notes.append("the first step has called no run.backward: it has trained nothing")
         flags, are_kept = self._agree(control_flags)
@@ -257,32 +249,36 @@ class OwnStep:
             self.parts.kept = kept
         else:
             self._put_back()
-        self.pieces, self._undo = None, {}
+        self.pieces, self._before = None, {}
         if self._looks:
-            self._see_plain_values()
+            self._looks -= 1
+            if note := changed_attributes(self._plain, HeldValues(self.model, self.written).now()):
+                self.world.notes.append(note)
+                self._looks = 0
         return StepOutcome(self._values(is_good=is_good), flags), is_good
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Within, a step is refused that gives a model something which nothing else knows."""
-        with ExitStack() as hooks:
-            hooks.callback(register_module_parameter_registration_hook(self._refuse_added).remove)
-            hooks.callback(register_module_module_registration_hook(self._refuse_added).remove)
-            hooks.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
+        with (
+            register_module_parameter_registration_hook(self._refuse_added),
+            register_module_module_registration_hook(self._refuse_added),
+            register_module_buffer_registration_hook(self._note_buffer),
+        ):
             yield
 
-    def _made(self) -> None:
-        """Call the user's step, and see that it has left nothing behind that counts for nothing."""
+    def _made(self) -> bool:
+        """Call the user's step, and see what it has left behind. Whether all its numbers are finite."""
         try:
             self.step()
             self._see_that_whole()
-            self._refuse_lost_gradients()
-            self._refuse_graphs()
-            self._refuse_unkept()
-            self._refuse_buffers()
+            self._check_left()
+        except _BadStep:
+            return False
         except ConfigError as error:
             error.where = f"{error.where}, {place_in_script(error) or self.place}"
             raise
+        return True
 
     def _seed(self, *call: int) -> None:
         """What the step draws next, outside of its parts, has an address: this step, and the `call` before it."""
@@ -290,7 +286,7 @@ class OwnStep:
 
     def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
         """The sums of the control flags over the workers, and whether any worker keeps something by part."""
-        in_use = bool(self.parts.live) and self.parts.in_use
+        in_use = bool(self.parts.live) and any(part.objects for part in self.parts.live.values())
         if self.world.size == 1:
             return control_flags, in_use
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.
@@ -301,37 +297,21 @@ class OwnStep:
         )
         used, total, squares, loggers, of_rank_0 = reported[-5:].tolist()
         if (total, squares) != (loggers * of_rank_0, loggers * of_rank_0**2):
-            self._refuse_names()
+            logged: list[str] = gather_plain(self.world, ", ".join(sorted(self.logged)) or "nothing")
+            rank, other = next(each for each in enumerate(logged) if each[1] not in (logged[0], "nothing"))
+            raise ConfigError(
+                f"in one step rank 0 logs {logged[0]}, and rank {rank} logs {other}; what rank 0 logs is recorded",
+                where=f"run.log, {self.place}",
+                fix="log the same names on every worker, or on rank 0 alone",
+            )
         return reported[:-5], used > 0
-
-    def _refuse_names(self) -> None:
-        logged: list[str] = gather_plain(self.world, ", ".join(sorted(self.logged)) or "nothing")
-        rank, other = next(each for each in enumerate(logged) if each[1] not in (logged[0], "nothing"))
-        raise ConfigError(
-            f"in one step rank 0 logs {logged[0]}, and rank {rank} logs {other}; what rank 0 logs is recorded",
-            where=f"run.log, {self.place}",
-            fix="log the same names on every worker, or on rank 0 alone",
-        )
-
-    def _see_plain_values(self) -> None:
-        """In the first steps: say what a step changes and no one keeps."""
-        assert self._plain is not None, "looked at before the first step"
-        self._looks -= 1
-        if note := changed_attributes(self._plain, HeldValues(self.model, self.written).now()):
-            self.world.notes.append(note)
-            self._looks = 0
 
     def _keep(self) -> None:
         """Copy what the step may change by itself: the script's own values, and parameters."""
-        named, state = dict(self.model.named_parameters()), copy.deepcopy(self.state)
+        named = dict(self.model.named_parameters())
         stepped = {id(each) for group in self.groups.values() for each in group.parameters}
         self._copies.keep(named, [name for name, each in named.items() if id(each) in stepped])
-
-        def restore() -> None:
-            self.state.clear()
-            self.state.update(state)
-
-        self._undo = {"state": restore, "parameters": self._copies.put_back}
+        self._before = {id(self.state): (self.state, copy.deepcopy(self.state))}
 
     def _see_that_whole(self) -> None:
         """Raise again what a pass or an update was broken off by, where the step has caught it and gone on.
@@ -344,17 +324,20 @@ class OwnStep:
             )
             raise self._broken
 
-    def _refuse_lost_gradients(self) -> None:
-        for name, group in self.groups.items():
-            if group.pending:
+    def _check_left(self) -> None:
+        """See that a step which is over has left nothing behind that counts for nothing, or that nothing could keep.
+
+        `run.state` is looked at in the first steps and where something has come to it. A buffer that is in the
+        `state_dict` must be there when a resume makes the model; others are made again.
+        """
+        for name in self.groups:
+            if name in self.pending:
                 raise ConfigError(
                     f"this step has computed a gradient for {name!r}, and no run.update has used it",
                     where="run.backward",
                     fix="call run.update after it in the same step: gradients do not outlive a step; to sum those of "
                     "several batches, make batch_size larger and set micro_batch_size",
                 )
-
-    def _refuse_graphs(self) -> None:
         for name, kept in self.state.items():
             if any(isinstance(each, Tensor) and not each.is_leaf for each in tree_leaves(kept)):
                 raise ConfigError(
@@ -362,16 +345,20 @@ class OwnStep:
                     where="run.state",
                     fix="keep its value: value.detach()",
                 )
-
-    def _refuse_unkept(self) -> None:
-        """See that snapshots can keep `run.state`, in the first steps and where something has come to it."""
-        if self.state.keys() == self._known and not self._looks:
-            return
-        self._known = set(self.state)
-        try:
-            flatten(self.state)
-        except SnapshotError as error:
-            raise ConfigError(error.what, where=f"run.{error.where}", fix=error.fix) from None
+        if self._looks or self.state.keys() != self._known:
+            self._known = set(self.state)
+            try:
+                flatten(self.state)
+            except SnapshotError as error:
+                raise ConfigError(error.what, where=f"run.{error.where}", fix=error.fix) from None
+        for module, name in self._new_buffers:
+            if name in module._buffers and name not in module._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"the step gives a model of the run the buffer {name!r}: a snapshot has it, and the model that a "
+                    "resume makes has not",
+                    where="run.fit(step)",
+                    fix="register it in the model's __init__, or with persistent=False where it is made again",
+                )
 
     def _refuse_added(self, module: nn.Module, name: str, given: nn.Parameter | nn.Module | None) -> None:
         """Called where a step gives a module a parameter, or another module."""
@@ -391,23 +378,12 @@ class OwnStep:
         if self.pieces is not None and module in self._modules and name not in module._buffers:
             self._new_buffers.append((module, name))
 
-    def _refuse_buffers(self) -> None:
-        """One that is in the `state_dict` must be there when a resume makes the model; others are made again."""
-        for module, name in self._new_buffers:
-            if name in module._buffers and name not in module._non_persistent_buffers_set:
-                raise ConfigError(
-                    f"the step gives a model of the run the buffer {name!r}: a snapshot has it, and the model that a "
-                    "resume makes has not",
-                    where="run.fit(step)",
-                    fix="register it in the model's __init__, or with persistent=False where it is made again",
-                )
-
     def _values(self, *, is_good: bool) -> dict[str, Tensor]:
-        losses = {name: each.loss for name, each in self.groups.items() if each.loss is not None}
+        losses = {name: self.losses[name] for name in self.groups if name in self.losses}
         if not losses:
             return {"loss": torch.zeros((), dtype=torch.float64, device=self.world.device), **self.logged}
         first, *others = losses.values()
-        total = sum(others, first) if others else first
+        total = sum(others, first)
         if not is_good and bool(total.isfinite()):
             total = torch.full_like(total, math.nan)  # a gradient was not finite
         named = {f"loss/{name}": each for name, each in losses.items()} if len(self.groups) > 1 else {}
@@ -420,24 +396,25 @@ class OwnStep:
         try:
             _check_called(loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
-        except ConfigError as error:
-            self._broken = error
-            raise
-        self.calls += 1
-        old = [None if each.grad is None else each.grad.clone() for each in group.parameters] if group.pending else []
-        self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
-        try:
-            with _ALL if group.has_all else _trained(self._placed, group.parameters):
-                values = self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
+            self.calls += 1
+            added_to = group.parameters if group.name in self.pending else []
+            old = [None if each.grad is None else each.grad.clone() for each in added_to]
+            self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
+            try:
+                with _ALL if group.has_all else _trained(self._placed, group.parameters):
+                    values = (
+                        self._of_pieces(loss, group) if over_batch is None else self._of_batch(loss, over_batch, group)
+                    )
+            finally:
+                self.strategy.use_group(None, call)
         except Exception as error:
             self._broken = error  # the step may catch it
             raise
-        finally:
-            self.strategy.use_group(None, call)
-        for parameter, before in zip(group.parameters, old, strict=False):
+        for parameter, before in zip(added_to, old, strict=True):
             if before is not None:
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
-        group.pending, group.loss = True, values["loss"]
+        self.pending.add(group.name)
+        self.losses[group.name] = values["loss"]
         self._seed(self.calls, 0)  # the parts have left each worker's generators at its own last one
         return values
 
@@ -471,12 +448,11 @@ class OwnStep:
                 where="run.backward",
                 fix="give one number with each loss, 0 or more",
             )
-        gradients = [each.grad for each in group.parameters if each.grad is not None]
-        if not total > 0:
+        if not total:
             for parameter in group.parameters:
                 parameter.grad = None
             return {name: torch.zeros_like(each) for name, each in values.items()}
-        if gradients:
+        if gradients := group.gradients():
             torch._foreach_div_(gradients, total)
         return {name: each / total for name, each in values.items()}
 
@@ -489,46 +465,40 @@ class OwnStep:
         kept = self.parts.states()
         buffers = BufferCopies(self.model)
         buffers.keep()
-        own: dict[str, Any] = {}
+        own: dict[tuple[int, ...], list[Tensor]] = {}
         with torch.no_grad(), self.verbs.around(0):
             for piece in self.pieces or []:
                 found = self._called(rows_of, piece)
                 if piece.weight:
                     rows = list(found) if isinstance(found, tuple) else [found]
                     self._check_rows(rows, piece)
-                    own["{}.{}".format(*piece.address[1:3])] = rows
+                    own[piece.address[1:]] = rows
         buffers.put_back()
         self.parts.put_back(kept)
         if self.strategy.statistics is not None:
             self.strategy.statistics.take()
-        reported = {key: rows for worker in gather(self.world, own) for key, rows in worker.items()}
-        order = sorted(reported, key=lambda key: [int(each) for each in key.split(".")])
-        leaves = [
-            torch.cat([reported[key][place] for key in order]).requires_grad_()
-            for place in range(len(reported[order[0]]))
-        ]
+        reported = dict(sorted(each for worker in gather(self.world, {"rows": own}) for each in worker["rows"].items()))
+        leaves = [torch.cat(parts).requires_grad_() for parts in zip(*reported.values(), strict=True)]
+        begins = dict(zip(reported, accumulate((len(rows[0]) for rows in reported.values()), initial=0), strict=False))
         self._seed(self.calls, 1)
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), "run.backward")
         check_gradient(values["loss"], "run.backward(over_batch=…)", of="or row that it is given")
         found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
         by_row, own_gradients = found[: len(leaves)], found[len(leaves) :]
-        begins, begin = {}, 0
-        for key in order:
-            begins[key], begin = begin, begin + len(reported[key][0])
 
         def surrogate(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
             result = self._called(rows_of, piece)
-            rows = result if isinstance(result, tuple) else (result,)
+            rows, zero = result if isinstance(result, tuple) else (result,), torch.zeros((), device=self.world.device)
             if not piece.weight:
-                return {"loss": sum((each.sum() for each in rows), torch.zeros((), device=self.world.device))}
-            first = begins["{}.{}".format(*piece.address[1:3])]
-            pairs = [
+                return {"loss": sum((each.sum() for each in rows), zero)}
+            first = begins[piece.address[1:]]
+            pairs = (
                 (each * gradient[first : first + len(each)]).sum()
                 for each, gradient in zip(rows, by_row, strict=True)
                 if gradient is not None
-            ]
-            found = sum(pairs, torch.zeros((), device=self.world.device))
+            )
+            found = sum(pairs, zero)
             check_gradient(found, "run.backward(over_batch=…)", of=f"that optimizer {group.name!r} steps")
             return {"loss": found}
 
@@ -572,33 +542,31 @@ class OwnStep:
         finally:
             self.computed = None
 
-    @property
-    def part(self) -> Part:
-        """The part of the batch that is computed now.
-
-        Raises:
-            ConfigError: none is.
-        """
-        if self.computed is None:
-            raise ConfigError(
-                "run.part is asked for where no part is computed",
-                where="run.part",
-                fix="ask for it in the function that run.backward is given",
-            )
-        return self.parts.of(self.computed)
-
     def update(self, name: str | None, clip: float | None) -> Tensor:
         """See `Run.update`."""
         try:
             group = self._group(name, "run.update")
             self._check_update(group, clip)
-            return self._update(group, clip)
+            norm = group.norm() if clip is None else group.clip(clip)
+            if not math.isfinite(self.losses[group.name].item()) or not math.isfinite(norm.item()):
+                raise _BadStep
+            if self.remembers and id(group.optimizer) not in self._before:
+                stepped = [each for each in (group.optimizer, group.scheduler) if each is not None]
+                self._before |= {id(each): (each, copy.deepcopy(each.state_dict())) for each in stepped}
+            self.verbs.update(
+                group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls
+            )
+            if group.scheduler is not None:
+                advance(group.scheduler)
         except Exception as error:
             self._broken = error  # the step may catch it
             raise
+        self.pending.remove(group.name)
+        self.norms.append(norm)
+        return norm
 
     def _check_update(self, group: Group, clip: Any) -> None:
-        if not group.pending:
+        if group.name not in self.pending:
             raise ConfigError(
                 "run.update comes before a run.backward for the same optimizer in this step",
                 where="run.update",
@@ -616,36 +584,9 @@ class OwnStep:
                 f"clip is {clip!r}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
             )
 
-    def _update(self, group: Group, clip: float | None) -> Tensor:
-        norm = group.norm() if clip is None else group.clip(clip)
-        assert group.loss is not None, "backward() has left it"
-        if not math.isfinite(group.loss.item()) or not math.isfinite(norm.item()):
-            raise _BadStep
-        if self.remembers and id(group) not in self._undo:
-            self._undo[id(group)] = self._copy_of(group)
-        self.verbs.update(group.optimizer, group.optimizer.step, randomness.OWN_STEP, self.run_state.step, self.calls)
-        if group.scheduler is not None:
-            advance(group.scheduler)
-        group.pending = False
-        self.norms.append(norm)
-        return norm
-
     def norm(self) -> Tensor | None:
         """Of the gradients of all updates of the last step together, before clipping; None where it had no update."""
         return self.norms[0] if len(self.norms) == 1 else norm_of(self.norms) if self.norms else None
-
-    def _copy_of(self, group: Group) -> Callable[[], None]:
-        """What puts optimizer and scheduler of `group` back as they are now."""
-        optimizer = copy.deepcopy(group.optimizer.state_dict())
-        scheduler = None if group.scheduler is None else copy.deepcopy(group.scheduler.state_dict())
-
-        def undo() -> None:
-            group.optimizer.load_state_dict(optimizer)
-            self.combined.take_groups()
-            if group.scheduler is not None and scheduler is not None:
-                group.scheduler.load_state_dict(scheduler)
-
-        return undo
 
     def _group(self, name: str | None, where: str) -> Group:
         if self.pieces is None:
@@ -671,10 +612,12 @@ class OwnStep:
 
     def _put_back(self) -> None:
         """Be as before the step, in everything that it has changed but buffers, to which the engine sees."""
-        for undo in reversed(self._undo.values()):
-            undo()
-        self._undo = {}
-        self.parts.begin_step()
+        if self._before:
+            for each, state in self._before.values():
+                load(each, state)
+            self.combined.take_groups()
+            self._copies.put_back()
+        self._before, self.parts.live = {}, {}
 
     def step_back(self) -> None:
         """Be as before the step under way, which broke off and will be done again."""
@@ -707,11 +650,9 @@ class OwnStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, here or on another worker."""
         for name, kept in state["schedulers"].items():
-            scheduler = self.groups[name].scheduler
-            if scheduler is not None:
+            if (scheduler := self.groups[name].scheduler) is not None:
                 scheduler.load_state_dict(dict(kept))
-        self.state.clear()
-        self.state.update(state["state"])
+        load(self.state, state["state"])
         self.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
 
 
@@ -730,13 +671,12 @@ def _of_nothing(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]
 def _of_others(found: Mapping[str, nn.Module], own: set[nn.Module]) -> list[str]:
     """What to say of modules that the step's code names and the run does not have."""
     names = [name for name, each in found.items() if each not in own and any(True for _ in each.parameters())]
-    if not names:
-        return []
-    return [
+    said = (
         f"the step uses {', '.join(names[:3])}, and mh.Run was not given it: where it changes (a target network, an "
         "average), give it in models=, and optimizers={NAME: …} for those that are trained; else no snapshot has "
         "it, and workers may come to differ"
-    ]
+    )
+    return [said] if names else []
 
 
 def _check_called(**functions: Any) -> None:

@@ -60,17 +60,12 @@ class Parts:
         self.kept: dict[int, dict[str, Any]] = {}
         """The state of each part that has any, after the last step, equal on all workers."""
         self.live: dict[int, Part] = {}
-        """Those that were asked for in the step under way."""
-
-    def begin_step(self) -> None:
-        """Ready for a step: objects live for one step, so that a step which is made again begins with the same."""
-        self.live = {}
+        """Those that were asked for in the step under way: empty as one begins, so that one made again has the same."""
 
     def of(self, index: int) -> Part:
         """The part of this number."""
         if index not in self.live:
-            kept = copy.deepcopy(self.kept[index]) if index in self.kept else {}
-            self.live[index] = Part(index, self.count, kept, stays=self.stays)
+            self.live[index] = Part(index, self.count, copy.deepcopy(self.kept.get(index, {})), stays=self.stays)
         return self.live[index]
 
     def states(self) -> dict[int, dict[str, Any]]:
@@ -88,11 +83,6 @@ class Parts:
                     load(each, before[index][name])
                 else:
                     del part.objects[name]
-
-    @property
-    def in_use(self) -> bool:
-        """Whether anything was kept in this step, on this worker."""
-        return any(part.objects for part in self.live.values())
 
     def end_step(self) -> dict[int, dict[str, Any]]:
         """What all parts keep after this step. All workers call this; nothing is changed before all have it.

@@ -278,17 +278,14 @@ def flattened(metrics: Mapping[str, Metric | MetricCollection]) -> dict[str, Met
                 fix="give metrics of torchmetrics, such as MulticlassAccuracy(num_classes=10)",
             )
     times = Counter(name for _, name, _ in found)
-    flat: dict[str, Metric] = {}
-    for long, short, metric in found:
-        name = long if times[short] > 1 else short
-        if name in flat or name == "loss":
-            raise ConfigError(
-                f"two values of an evaluation are called {name!r}",
-                where="mh.Trainer(metrics=…)",
-                fix="give the metric another key" + (": 'loss' is that of the model" if name == "loss" else ""),
-            )
-        flat[name] = metric
-    return flat
+    names = [long if times[short] > 1 else short for long, short, _ in found]
+    if twice := [name for place, name in enumerate(names) if name in ("loss", *names[:place])]:
+        raise ConfigError(
+            f"two values of an evaluation are called {twice[0]!r}",
+            where="mh.Trainer(metrics=…)",
+            fix="give the metric another key" + (": 'loss' is that of the model" if twice[0] == "loss" else ""),
+        )
+    return {name: metric for name, (*_, metric) in zip(names, found, strict=True)}
 
 
 def scalars(name: str, value: Any) -> dict[str, float]:

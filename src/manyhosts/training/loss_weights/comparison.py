@@ -376,7 +376,7 @@ class Comparison:
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
 
-        None where a forward pass has gone backward by itself: the first step refuses that.
+        Empty where a forward pass has gone backward by itself: the first step refuses that.
         """
         chosen: dict[str, nn.Parameter] = {}
         room = _MOST_GRADIENT

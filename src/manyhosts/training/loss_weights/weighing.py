@@ -225,9 +225,9 @@ class Weighing:
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
         """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
         assert self.classes is not None, "only such a loss has targets to look at"
-        found = [each for piece in pieces if (each := targets_of(piece.batch)) is not None]
-        labels = [each for each in found if not each.is_floating_point()]
-        differs = any(each.dim() > 1 or bool((each == self.classes.ignored).any()) for each in labels)
+        targets = [each for piece in pieces if (each := targets_of(piece.batch)) is not None]
+        several = any(each.dim() > 1 and not each.is_floating_point() for each in targets)
+        differs = several or any(self.classes.leaves_out(piece.batch) for piece in pieces)
         self.rule, self.guard = (self.classes, None) if self.world.any(differs) else (None, self.classes.leaves_out)
 
     def of(self, step: Step, number: int) -> tuple[Step, float]:
@@ -338,4 +338,4 @@ def _all_count(classes: TargetMean, data: Data) -> bool | None:
     if found is None or len(found[0]) != 2:
         return None
     targets = found[0][1] if found[1] is None else found[0][1][found[1]]
-    return targets.is_floating_point() or not bool((targets == classes.ignored).any())
+    return not classes.leaves_out((None, targets))

@@ -196,11 +196,9 @@ class Evaluation:
             CutOff: this worker was asked to stop.
         """
         self.passes.on_progress()
-        wants_to_stop = any(asked())
-        if self.passes.together is not None:
-            wants_to_stop = self.passes.together.any(
-                wants_to_stop
-            )  # one that stopped alone would be waited for in the next pass
+        is_asked, together = any(asked()), self.passes.together
+        # One that stopped alone would be waited for in the next pass.
+        wants_to_stop = is_asked if together is None else together.any(is_asked)
         if wants_to_stop:
             raise CutOff
         if self.world.is_broken:

@@ -172,18 +172,19 @@ class Evaluation:
             if rule is None and self._is_of_rows:
                 given = rows_in(targets, len(piece))
             self.metrics.update(int(piece[0]), outputs, targets)
-            own = dict.fromkeys(values, float(len(piece) if isinstance(given, Mapping) else given))
+            counted = dict.fromkeys(values, float(len(piece) if isinstance(given, Mapping) else given))
             if isinstance(given, Mapping):  # several losses, which are added when all of each is here
                 terms = terms_of(values) or {}
                 check_names(terms, given)
-                own |= {f"loss/{name}": float(each) for name, each in given.items()}
+                counted |= {f"loss/{name}": float(each) for name, each in given.items()}
                 values = {**values, **{f"loss/{name}": each for name, each in terms.items()}}
                 del values["loss"]
             for name, value in values.items():
                 # The mean over nothing is no number, and counts nothing.
-                weighted = value.double() * own[name] if own[name] else torch.zeros_like(value, dtype=torch.float64)
+                count = counted[name]
+                weighted = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
                 sums[name] = sums[name] + weighted if name in sums else weighted
-                counts[name] = counts.get(name, 0.0) + own[name]
+                counts[name] = counts.get(name, 0.0) + count
             self._check_wanted(asked)
         self.metrics.end_part()
         return {name: (value.item(), counts[name]) for name, value in sums.items()}
@@ -220,8 +221,9 @@ class Evaluation:
         """The values of one batch, and what metrics want to see of it."""
         with self.passes.context():
             if self.step is None:
-                loss, *fed = loss_of_pair(model, self.loss, batch, where=f"mh.Data({self.passes.name}=…)")
-                return {"loss": loss}, *fed
+                where = f"mh.Data({self.passes.name}=…)"
+                loss, outputs, targets = loss_of_pair(model, self.loss, batch, where=where)
+                return {"loss": loss}, outputs, targets
             try:
                 result = self.step(model, batch)
             except RuntimeError as cause:

@@ -19,7 +19,7 @@ from manyhosts.data import randomness
 from manyhosts.errors import ConfigError, first_line
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.setup.trained_module import collective_forward, model_of
+from manyhosts.training.setup.trained_module import ModelAndLoss, collective_forward, model_of
 
 LOSS, STEP, EVALUATE = "mh.Trainer(loss=…)", "mh.Trainer(step=…)", "mh.Run(evaluate=…)"
 """Where a script gives what returns a loss."""
@@ -92,8 +92,19 @@ class ForwardPass:
         # Those of now: where a strategy keeps parts, others are in their place while the model is computed.
         parameters = list(module.parameters()) if looks else []
         before = _gradients(parameters)
-        with self.context(), collective_forward(model_of(module)) if self.is_collective else _ALONE:
-            values = self.values(module, batch)
+        model = module.model if isinstance(module, ModelAndLoss) else module
+        with self.context(), collective_forward(model) if self.is_collective else _ALONE:
+            if self.step is not None:
+                values = step_values(self.step(model, batch))
+            else:  # as `loss_of_pair`, without another call: a step has six hops from `fit` to the model
+                assert self.loss is not None, "a trainer has either a loss or a step"
+                inputs, targets = pair(batch)
+                try:
+                    outputs = model(inputs)
+                except RuntimeError as cause:
+                    check_doubles(cause, model, inputs)
+                    raise
+                values = {"loss": loss_of(self.loss, outputs, targets)}
         if isinstance(values, Terms):
             values = values.counted(piece)
         where = LOSS if self.step is None else STEP

@@ -6,7 +6,7 @@ there are. Each part is passed through alone, in the same forward passes whichev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
@@ -110,17 +110,13 @@ class ForwardPasses:
         begin, end = self.bounds(part)
         return [np.arange(start, min(start + self.batch, end)) for start in range(begin, end, self.batch)]
 
-    def count(self, part: int) -> int:
-        """How many passes one part has."""
-        first, end = bounds(self._passes, self.parts, part)
-        return end - first
-
-    def ghosts(self, turns: list[int]) -> list[Indices]:
+    def ghosts(self, shares: Sequence[Sequence[int]]) -> list[Indices]:
         """What this worker computes besides its own, where all must make equally many passes: the first sample.
 
-        `turns`: of how many passes each worker makes, by rank. What comes out counts nothing.
+        `shares`: the parts that each worker passes through, by rank. What comes out counts nothing.
         """
-        return [np.arange(1)] * (max(turns) - turns[self.world.rank]) if self.together is not None else []
+        passes = [sum(len(range(*self.bounds(part), self.batch)) for part in share) for share in shares]
+        return [np.arange(1)] * (max(passes) - passes[self.world.rank]) if self.together is not None else []
 
     def fetched(self, pieces: Iterator[Indices]) -> Iterator[Any]:
         """The batch of each of `pieces`, on the CPU."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +24,8 @@ from manyhosts.loss.compute import (
     STEP,
     Loss,
     UserStep,
-    check_doubles,
     check_names,
-    loss_of,
-    pair,
+    loss_of_pair,
     step_values,
     terms_of,
 )
@@ -84,20 +81,19 @@ class Evaluation:
         passes = self.passes
         shares = passes.shares()
         requests = [passes.pieces(part) for part in shares[self.world.rank]]
-        ghosts = passes.ghosts([sum(map(passes.count, share)) for share in shares])
+        ghosts = passes.ghosts(shares)
         batches = passes.fetched(piece for part in (*requests, ghosts) for piece in part)
         self.metrics.begin()
-        with self._in_evaluation(model):
-            parts: list[dict[str, tuple[float, float]]] = []
-            is_cut_off = True
-            with suppress(CutOff):
+        reported: dict[str, list[Any]] = {"asked": [], "parts": []}
+        with in_evaluation(model, self.loss):
+            try:
                 for part in requests:
-                    parts.append(self._part(model, part, batches, asked))  # what there is stays
+                    reported["parts"].append(self._part(model, part, batches, asked))  # what there is stays
                 for piece in ghosts:
                     self._outputs(model, passes.on_device(next(batches), piece))
                     self._check_wanted(asked)
-                is_cut_off = False
-        reported = {"asked": self._asked(asked) if is_cut_off else [], "parts": parts}
+            except CutOff:
+                reported["asked"] = self._asked(asked)
         found = gather_plain(self.world, reported)
         if who := [each["asked"] for each in found if each["asked"]]:
             raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
@@ -140,10 +136,12 @@ class Evaluation:
         pieces = [piece for part in range(min(2, self.passes.parts)) for piece in self.passes.pieces(part)][:2]
         batches = self.passes.fetched(iter(pieces))
         self.metrics.begin()
-        with randomness.kept(), self._in_evaluation(model):
-            trained = self._in_training(model)  # on purpose: its train() keeps it so
+        with randomness.kept(), in_evaluation(model, self.loss):
+            # Layers within may be in training mode, whatever is asked for.
+            models = [model, *(model.children() if self.has_counts else ())]
+            trained = [each for each in models if each.training]  # on purpose: its train() keeps it so
             names = {"loss", *self._part(model, pieces, batches, tuple)}
-            if self._in_training(model) != trained:
+            if [each for each in models if each.training] != trained:
                 raise ConfigError(
                     "the script puts the model into training mode, and is called in a validation, too",
                     where=self._where,
@@ -153,15 +151,6 @@ class Evaluation:
         metrics = self.metrics.names()
         self.metrics.begin()
         return names | metrics if metrics is not None else set()
-
-    def _in_training(self, model: nn.Module) -> list[bool]:
-        """Which of the models is in training mode; layers within may be, whatever is asked for."""
-        return [each.training for each in (model, *(model.children() if self.has_counts else ()))]
-
-    @contextmanager
-    def _in_evaluation(self, model: nn.Module) -> Iterator[None]:
-        with in_evaluation(model), in_evaluation(self.loss) if isinstance(self.loss, nn.Module) else nullcontext():
-            yield
 
     def _part(
         self,
@@ -180,21 +169,20 @@ class Evaluation:
             given = len(piece) if rule is None else rule(on_host)
             values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
             if self.has_counts and "count" in values:
-                given = float(values["count"])
-                values = {name: each for name, each in values.items() if name != "count"}
+                given = float(values.pop("count"))
             if rule is None and self._is_of_rows:
                 given = rows_in(targets, len(piece))
             self.metrics.update(int(piece[0]), outputs, targets)
-            by_loss: dict[str, float] = {}
+            counted = dict.fromkeys(values, float(len(piece) if isinstance(given, Mapping) else given))
             if isinstance(given, Mapping):  # several losses, which are added when all of each is here
                 terms = terms_of(values) or {}
                 check_names(terms, given)
-                by_loss = {f"loss/{name}": float(each) for name, each in given.items()}
-                others = {name: value for name, value in values.items() if name != "loss"}
-                values = {**others, **{f"loss/{name}": each for name, each in terms.items()}}
+                counted |= {f"loss/{name}": float(each) for name, each in given.items()}
+                values = {**values, **{f"loss/{name}": each for name, each in terms.items()}}
+                del values["loss"]
             for name, value in values.items():
-                count = by_loss[name] if name in by_loss else len(piece) if by_loss else float(given)
                 # The mean over nothing is no number, and counts nothing.
+                count = counted[name]
                 weighted = value.double() * count if count else torch.zeros_like(value, dtype=torch.float64)
                 sums[name] = sums[name] + weighted if name in sums else weighted
                 counts[name] = counts.get(name, 0.0) + count
@@ -210,11 +198,9 @@ class Evaluation:
             CutOff: this worker was asked to stop.
         """
         self.passes.on_progress()
-        wants_to_stop = any(asked())
-        if self.passes.together is not None:
-            wants_to_stop = self.passes.together.any(
-                wants_to_stop
-            )  # one that stopped alone would be waited for in the next pass
+        is_asked, together = any(asked()), self.passes.together
+        # One that stopped alone would be waited for in the next pass.
+        wants_to_stop = is_asked if together is None else together.any(is_asked)
         if wants_to_stop:
             raise CutOff
         if self.world.is_broken:
@@ -232,35 +218,25 @@ class Evaluation:
         rows = gather_plain(together, own)
         return [sum(counts) for counts in zip(*rows, strict=True)]
 
-    def _outputs(self, model: nn.Module, batch: Any) -> tuple[Mapping[str, Tensor], Any, Any]:
+    def _outputs(self, model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], Any, Any]:
         """The values of one batch, and what metrics want to see of it."""
         with self.passes.context():
-            if self.step is not None:
-                result = self._of_step(model, batch)
-                return step_values(result, self._where), *(_for_metrics(result) if self.metrics.all else (None, None))
-            assert self.loss is not None, "a trainer has either a loss or a step"
-            inputs, targets = pair(batch)
+            if self.step is None:
+                where = f"mh.Data({self.passes.name}=…)"
+                loss, outputs, targets = loss_of_pair(model, self.loss, batch, where=where)
+                return {"loss": loss}, outputs, targets
             try:
-                outputs = model(inputs)
+                result = self.step(model, batch)
             except RuntimeError as cause:
-                check_doubles(cause, model, inputs, where=f"mh.Data({self.passes.name}=…)")
-                raise
-            values = {"loss": loss_of(self.loss, outputs, targets)}
-        return values, outputs, targets
-
-    def _of_step(self, model: nn.Module, batch: Any) -> Any:
-        assert self.step is not None, "the script has a loss"
-        try:
-            return self.step(model, batch)
-        except RuntimeError as cause:
-            if "does not require grad" not in str(cause):
-                raise
-            raise ConfigError(
-                "the script asks for a gradient itself, with backward() say, and in a validation there is none",
-                where=self._where,
-                fix="return the loss, and leave backward() to the trainer; a gradient that is a part of the loss is "
-                "computed under torch.enable_grad()",
-            ) from cause
+                if "does not require grad" not in str(cause):
+                    raise
+                raise ConfigError(
+                    "the script asks for a gradient itself, with backward() say, and in a validation there is none",
+                    where=self._where,
+                    fix="return the loss, and leave backward() to the trainer; a gradient that is a part of the loss "
+                    "is computed under torch.enable_grad()",
+                ) from cause
+            return step_values(result, self._where), *(_for_metrics(result) if self.metrics.all else (None, None))
 
 
 class Evaluations:

@@ -90,18 +90,16 @@ class Metrics:
 
     def end_part(self) -> None:
         """Keep what one part found."""
-        pairs = [
-            pair for key, metric in self.merged.items() for pair in zip(_holders(metric), self.states[key], strict=True)
-        ]
-        for holder, states in pairs:
-            for name, kept in states.items():
-                state = getattr(holder, name)
-                if isinstance(state, list):
-                    kept += [_in_a_row(state)] if state and _is_row(holder, name) else state
-                elif kept and _order_free(holder, name, state):
-                    kept[0] = kept[0] + state  # integers add up alike in any order: one state to send, not many
-                else:
-                    kept.append(state.clone())
+        for key, metric in self.merged.items():
+            for holder, states in zip(_holders(metric), self.states[key], strict=True):
+                for name, kept in states.items():
+                    state = getattr(holder, name)
+                    if isinstance(state, list):
+                        kept += _joined(holder, name, state)
+                    elif kept and _order_free(holder, name, state):
+                        kept[0] = kept[0] + state  # integers add up alike in any order: one state to send, not many
+                    else:
+                        kept.append(state.clone())
 
     def names(self) -> set[str] | None:
         """What the metrics will be called, by what they have seen on this worker; None where that is too little.
@@ -134,16 +132,19 @@ class Metrics:
         self._agree([each["again"] for each in found if each["is_fed"]])
         for key, metric in self.merged.items():
             for number, holder in enumerate(_holders(metric)):
-                for name in holder._defaults:
-                    _restore(holder, name, [state for each in found for state in each["states"][key][number][name]])
+                for name, default in holder._defaults.items():
+                    parts = [state for each in found for state in each["states"][key][number][name]]
+                    reduce: Any = holder._reductions[name]  # of states that are no lists: `fed_again` has seen to it
+                    is_list = isinstance(default, list)
+                    setattr(holder, name, _joined(holder, name, parts) if is_list else reduce(torch.stack(parts)))
                 holder._update_count = 1
                 holder._computed = None
         for each in found:
             for first, outputs, targets in each["outputs"]:
                 self._update_again(first, outputs, targets)
-        values: dict[str, float] = {}
-        for name, metric in self.all.items():
-            values |= scalars(name, metric.compute())
+        values = {
+            key: number for name, metric in self.all.items() for key, number in scalars(name, metric.compute()).items()
+        }
         self.begin()
         return values
 
@@ -153,17 +154,15 @@ class Metrics:
         Raises:
             ConfigError: on all workers alike: not every worker that had samples has found that.
         """
-        for name in sorted({name for names in again for name in names} - self.again.keys()):
-            if self.is_fed or any(name not in names for names in again):
-                break
-            self.again[name] = self.merged.pop(name)
-        differing = {name for names in again for name in names if any(name not in others for others in again)}
-        if differing:
+        found = {name for names in again for name in names}
+        if differing := [name for name in sorted(found) if any(name not in names for names in again)]:
             raise ConfigError(
-                f"the metric {min(differing)!r} keeps something in an attribute that is no state, on some workers",
+                f"the metric {differing[0]!r} keeps something in an attribute that is no state, on some workers",
                 where="mh.Trainer(metrics=…)",
                 fix="keep all that its update changes in states: self.add_state(name, default, dist_reduce_fx=…)",
             )
+        for name in sorted(found - self.again.keys()):  # this worker had no samples
+            self.again[name] = self.merged.pop(name)
 
 
 def attributes(metric: Metric) -> list[dict[str, Any]]:
@@ -182,13 +181,15 @@ def attributes(metric: Metric) -> list[dict[str, Any]]:
 
 def put_back(metric: Metric, before: Sequence[Mapping[str, Any]]) -> bool:
     """Have `metric` keep what `attributes` found before an update. Whether the update has changed any of it."""
-    is_changed = False
-    for holder, kept in zip(_holders(metric), before, strict=True):
-        for name, value in kept.items():
-            if not same(getattr(holder, name, None), value):
-                setattr(holder, name, value)
-                is_changed = True
-    return is_changed
+    changed = [
+        (holder, name, value)
+        for holder, kept in zip(_holders(metric), before, strict=True)
+        for name, value in kept.items()
+        if not same(getattr(holder, name, None), value)
+    ]
+    for holder, name, value in changed:
+        setattr(holder, name, value)
+    return bool(changed)
 
 
 @cache
@@ -204,20 +205,17 @@ def fed_again(metric: Metric) -> bool:
     from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
     from torchmetrics.wrappers.abstract import WrapperMetric
 
-    for holder in _holders(metric):
-        if isinstance(holder, WrapperMetric):
-            return True
+    holders = _holders(metric)
+    for holder in holders:
         for name, default in holder._defaults.items():
             rule = holder._reductions[name]
             if isinstance(default, list):
-                mergeable = rule is None or rule is dim_zero_cat
-            elif rule is dim_zero_sum:
-                mergeable = not default.any()  # each part begins with the default, which would be added as often
-            else:
-                mergeable = rule is dim_zero_max or rule is dim_zero_min
+                mergeable = rule in (None, dim_zero_cat)
+            else:  # each part begins with the default, which would be added as often
+                mergeable = rule in (dim_zero_max, dim_zero_min) or (rule is dim_zero_sum and not default.any())
             if not mergeable:
                 return True
-    return False
+    return any(isinstance(each, WrapperMetric) for each in holders)
 
 
 def _holders(metric: Metric) -> list[Metric]:
@@ -227,36 +225,20 @@ def _holders(metric: Metric) -> list[Metric]:
     return [module for module in metric.modules() if isinstance(module, Metric)]
 
 
-def _is_row(holder: Metric, name: str) -> bool:
-    """Whether a list means its entries one after the other; else each is something of its own: one image."""
+def _joined(holder: Metric, name: str, states: list[Any]) -> list[Any]:
+    """`states` one after the other in one tensor, where that is what the list means; else each is something of its own:
+    one image.
+    """
     from torchmetrics.utilities import dim_zero_cat
 
-    return holder._reductions[name] is dim_zero_cat and all(isinstance(each, Tensor) for each in getattr(holder, name))
-
-
-def _in_a_row(states: list[Tensor]) -> Tensor:
-    from torchmetrics.utilities import dim_zero_cat
-
-    joined: Tensor = dim_zero_cat(states)
-    return joined
+    is_row = holder._reductions[name] is dim_zero_cat and all(isinstance(each, Tensor) for each in states)
+    return [dim_zero_cat(states)] if states and is_row else states
 
 
 def _order_free(holder: Metric, name: str, state: Tensor) -> bool:
     from torchmetrics.utilities import dim_zero_sum
 
     return holder._reductions[name] is dim_zero_sum and not state.is_floating_point()
-
-
-def _restore(holder: Metric, name: str, parts: list[Any]) -> None:
-    """The state over all parts."""
-    if not isinstance(holder._defaults[name], list):
-        reduce = holder._reductions[name]
-        assert callable(reduce), "fed_again() has seen to it"
-        setattr(holder, name, reduce(torch.stack(parts)))
-    elif parts and _is_row(holder, name):
-        setattr(holder, name, [_in_a_row(parts)])
-    else:
-        setattr(holder, name, parts)
 
 
 def alone(metric: Metric) -> Metric:
@@ -296,17 +278,14 @@ def flattened(metrics: Mapping[str, Metric | MetricCollection]) -> dict[str, Met
                 fix="give metrics of torchmetrics, such as MulticlassAccuracy(num_classes=10)",
             )
     times = Counter(name for _, name, _ in found)
-    flat: dict[str, Metric] = {}
-    for long, short, metric in found:
-        name = long if times[short] > 1 else short
-        if name in flat or name == "loss":
-            raise ConfigError(
-                f"two values of an evaluation are called {name!r}",
-                where="mh.Trainer(metrics=…)",
-                fix="give the metric another key" + (": 'loss' is that of the model" if name == "loss" else ""),
-            )
-        flat[name] = metric
-    return flat
+    names = [long if times[short] > 1 else short for long, short, _ in found]
+    if twice := [name for place, name in enumerate(names) if name in ("loss", *names[:place])]:
+        raise ConfigError(
+            f"two values of an evaluation are called {twice[0]!r}",
+            where="mh.Trainer(metrics=…)",
+            fix="give the metric another key" + (": 'loss' is that of the model" if twice[0] == "loss" else ""),
+        )
+    return {name: metric for name, (*_, metric) in zip(names, found, strict=True)}
 
 
 def scalars(name: str, value: Any) -> dict[str, float]:

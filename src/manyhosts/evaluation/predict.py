@@ -8,7 +8,7 @@ which every worker has complete, and one part of each worker.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,30 +66,32 @@ class Prediction:
         own = [passes.pieces(part) for part in shares[world.rank]]
         batches = passes.fetched(piece for pieces in own for piece in pieces)
         full: list[Tensor] = []
-        form = ""
+        form = ""  # that of the outputs, as JSON: see `_form`; empty as long as there are none
         with in_evaluation(model):
             for turn in range(max(map(len, shares))):
-                part, error = _Answer(), None
+                rows: list[list[Tensor]] = []
+                own_form, error = "", None
                 try:
                     for piece in own[turn] if turn < len(own) else ():
-                        part.add(self._forward(model, next(batches), piece), len(piece))
-                    ghosts = passes.ghosts([sum(map(passes.count, share[turn : turn + 1])) for share in shares])
-                    of_ghosts = passes.fetched(iter(ghosts))
-                    for ghost in ghosts:
-                        self._forward(model, next(of_ghosts), ghost)
+                        outputs = self._forward(model, next(batches), piece)
+                        rows.append([])
+                        own_form = _the_same([own_form, json.dumps(_form(outputs, len(piece), rows[-1]))])
+                    ghosts = passes.ghosts([share[turn : turn + 1] for share in shares])
+                    for ghost, batch in zip(ghosts, passes.fetched(iter(ghosts)), strict=False):
+                        self._forward(model, batch, ghost)
                 except ManyhostsError as found:
                     if passes.together is not None:
                         raise  # the others wait for this worker within the model, and nowhere else
                     error = found
-                form = self._agree(part.form, form, error)
-                for share, tensors in zip(shares, gather_lists(world, part.tensors()), strict=True):
+                form = _the_same([form, *gather_plain(world, own_form, error)])
+                part = (torch.cat(column) for column in zip(*rows, strict=True))
+                for share, tensors in zip(shares, gather_lists(world, list(part)), strict=True):
                     if turn < len(share):
                         full = full or [
-                            tensor.new_empty((passes.samples, *tensor.shape[1:]), device="cpu") for tensor in tensors
+                            each.new_empty((passes.samples, *each.shape[1:]), device="cpu") for each in tensors
                         ]
-                        begin, end = passes.bounds(share[turn])
                         for column, tensor in zip(full, tensors, strict=True):
-                            column[begin:end] = tensor
+                            column[slice(*passes.bounds(share[turn]))] = tensor
         return _filled(json.loads(form), iter(full))
 
     def _forward(self, model: nn.Module, on_host: Any, piece: Indices) -> Any:
@@ -99,39 +101,21 @@ class Prediction:
         self.passes.on_progress()
         return outputs
 
-    def _agree(self, own: str, before: str, error: ManyhostsError | None) -> str:
-        """See that no one has failed and all have found outputs of one form. Returns it.
 
-        Raises:
-            ConfigError, DataError: on every worker alike.
-        """
-        for form in gather_plain(self.world, own, error):
-            before = before or form
-            if form and form != before:
-                raise _other_form(before, form)
-        return before
+def _the_same(forms: Iterable[str]) -> str:
+    """The form that all of `forms` are, but for those that are empty.
 
-
-class _Answer:
-    """What came out for the samples of one part."""
-
-    def __init__(self) -> None:
-        self.form = ""
-        """That of the outputs, as JSON: see `_form`; empty where there are none."""
-        self._rows: list[list[Tensor]] = []
-
-    def add(self, outputs: Any, count: int) -> None:
-        """Add the `outputs` for `count` samples."""
-        row: list[Tensor] = []
-        form = json.dumps(_form(outputs, count, row))
-        if self.form and form != self.form:
-            raise _other_form(self.form, form)
-        self.form = form
-        self._rows.append(row)
-
-    def tensors(self) -> list[Tensor]:
-        """Each tensor of the outputs, `(samples of the part, …)`."""
-        return [torch.cat(column) for column in zip(*self._rows, strict=True)]
+    Raises:
+        ConfigError: there are several.
+    """
+    found = list(dict.fromkeys(filter(None, forms)))
+    if len(found) > 1:
+        raise ConfigError(
+            f"what comes out differs from batch to batch: {found[0]}, then {found[1]}",
+            where=_WHERE,
+            fix="give forward=function(model, batch) that returns the same tensors for every batch",
+        )
+    return found[0] if found else ""
 
 
 def _form(outputs: Any, count: int, found: list[Tensor]) -> Any:
@@ -181,11 +165,3 @@ def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
         return {key: _filled(value, tensors) for key, value in inner}
     values = [_filled(value, tensors) for value in inner]
     return tuple(values) if kind == "tuple" else values
-
-
-def _other_form(before: str, now: str) -> ConfigError:
-    return ConfigError(
-        f"what comes out differs from batch to batch: {before}, then {now}",
-        where=_WHERE,
-        fix="give forward=function(model, batch) that returns the same tensors for every batch",
-    )

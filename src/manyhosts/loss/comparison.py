@@ -17,8 +17,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -184,9 +185,10 @@ def _shown(look: Look, *, double: bool = False) -> Iterator[nn.Module]:
             yield module
         return
     # Others that share their memory: gradients and hooks stay with those of the model.
-    known: dict[int, Tensor] = {id(each): each for each in module.parameters() if not double}
-    for key, each in known.items():
-        known[key] = nn.Parameter(each.detach(), each.requires_grad) if type(each) is nn.Parameter else each
+    known: dict[int, Tensor] = {
+        id(each): nn.Parameter(each.detach(), each.requires_grad) if type(each) is nn.Parameter else each
+        for each in (() if double else module.parameters())
+    }
     copied = copy.deepcopy(module, known | without_graph(module))
     for each, own in zip(copied.parameters(), module.parameters(), strict=True):
         for kind, register in _HOOKS.items() if each is not own else ():
@@ -197,13 +199,11 @@ def _shown(look: Look, *, double: bool = False) -> Iterator[nn.Module]:
     for part in copied.modules():
         part.training = any(part.children()) or not type(part).__module__.startswith("torch.")
     model_of(copied).training = True
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if double else default)
-    try:
-        with acting(_AsEvaluated()):
-            yield copied.double() if double else copied
-    finally:
-        torch.set_default_dtype(default)
+    with acting(_AsEvaluated()), ExitStack() as undo:
+        if double:
+            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        yield copied.double() if double else copied
 
 
 @torch.no_grad()
@@ -267,8 +267,9 @@ class Comparison:
         if not look.copies and self.places.asks_for_training:
             seen.because = "the model asks for it, and its workers exchange something in each forward pass"
         self.parameters = dict(module.named_parameters())
-        there = [each for each in module.named_buffers() if not each[1].is_meta]  # else another stage has it
-        self.buffers = [(name, each, each.clone()) for name, each in there]
+        self.buffers = [  # of what is there: else another stage has it
+            (name, each, each.clone()) for name, each in module.named_buffers() if not each.is_meta
+        ]
 
     def run(self, count: int, make: MakeBatch, given: Rule | None) -> None:
         """See what a batch of `count` samples is compared with its parts, by the rule that is `given`.
@@ -290,9 +291,9 @@ class Comparison:
             losses = self._losses(full, make(0, count), parts)
             if self.draws.left:
                 raise NotTried(f"the forward pass draws {self.draws.left}, and no one value of it goes for all samples")
-            rules: dict[str, Rule | None] = {"weight": given} if given else {"samples": None, **rules_for(batch)}
-            counts = {name: [counted(rule, each) for each in parts] for name, rule in rules.items() if rule}
-            counts = {name: counts.get(name) or [{"": float(each)} for each in sizes] for name in rules}
+            counts = {} if given else {"samples": [{"": float(each)} for each in sizes]}
+            for name, rule in ({"weight": given} if given else rules_for(batch)).items():
+                counts[name] = [counted(rule, each) for each in parts]
             self._compare(count, full, losses, counts)
             self.seen.samples = count
             if self.look.gradients and torch.is_grad_enabled() and self.seen.holds and list(full) == [""]:
@@ -363,9 +364,8 @@ class Comparison:
             off = {
                 name: float((sum(piece[name] for piece in pieces) - each).norm()) / size for name, each in full.items()
             }
-            worst = max(off, key=off.__getitem__, default="")
-            found[shares] = worst, off.get(worst, 0.0)
-        worst, least = min(found.values(), key=lambda each: each[1])
+            found[shares] = max(off.items(), key=itemgetter(1), default=("", 0.0))
+        worst, least = min(found.values(), key=itemgetter(1))
         seen.off = max(seen.off, least)
         seen.findings[CHANGES_GRADIENTS] = worst * (least > self._rounding())
         if least <= self._rounding():
@@ -375,7 +375,7 @@ class Comparison:
     def _gradient(self, batches: Sequence[tuple[Any, float]]) -> dict[str, Tensor]:
         """By name, that of the first parameters, over batches with their shares: what hooks have done is in it.
 
-        None where a forward pass has gone backward by itself: the first step refuses that.
+        Empty where a forward pass has gone backward by itself: the first step refuses that.
         """
         chosen: dict[str, nn.Parameter] = {}
         room = _MOST_GRADIENT
@@ -390,11 +390,9 @@ class Comparison:
                     return {}
                 with self.draws:
                     loss.backward(inputs=list(chosen.values()))
-        found = {}
-        for name, each in chosen.items():
-            gradient, each.grad = each.grad, None
-            found[name] = torch.zeros_like(each) if gradient is None else gradient.to_dense()
-        return found
+        return {
+            name: torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for name, each in chosen.items()
+        }
 
     def _rounding(self) -> float:
         """Which share of the loss, or of a gradient, may be rounding: GPUs multiply in TF32."""

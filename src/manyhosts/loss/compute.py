@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from manyhosts.model.trained_module import ModelAndLoss, collective_forward, mod
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.strategy import Piece
 
+LOSS, STEP, EVALUATE = "mh.Trainer(loss=…)", "mh.Trainer(step=…)", "mh.Run(evaluate=…)"
+"""Where a script gives what returns a loss."""
 Loss = Callable[[Any, Any], Tensor]
 """`loss(model(inputs), targets)`: the mean over the samples it is given, shape ()."""
 UserStep = Callable[[nn.Module, Any], Tensor | Mapping[str, Any]]
@@ -52,7 +55,7 @@ def pair(batch: Any, fix: str = "pass step=function(model, batch) -> loss in pla
         f"a batch is a {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, list | tuple | Mapping) else "")
         + ", not an (inputs, targets) pair",
-        where="mh.Trainer(loss=…)",
+        where=LOSS,
         fix=fix,
     )
 
@@ -66,25 +69,17 @@ _FIRST_STEPS = 3
 """In which it is seen whether the user's step writes gradients."""
 
 
+@dataclass(eq=False)
 class ForwardPass:
     """Called by a strategy for each piece of a step."""
 
-    def __init__(
-        self,
-        loss: Loss | None,
-        step: UserStep | None,
-        *,
-        seed: int,
-        context: Callable[[], AbstractContextManager[Any]],
-        global_batch: GlobalBatch | None = None,
-    ) -> None:
-        self.loss = loss
-        self.step = step
-        self.seed = seed
-        self.context = context
-        self.global_batch = global_batch
-        self.is_collective = False
-        """Whether workers exchange something in every forward pass, so that none may call the model alone."""
+    loss: Loss | None
+    step: UserStep | None
+    seed: int
+    context: Callable[[], AbstractContextManager[Any]]
+    global_batch: GlobalBatch | None = None
+    is_collective: bool = False
+    """Whether workers exchange something in every forward pass, so that none may call the model alone."""
 
     def __call__(self, module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
         """The means over the piece's samples: `loss`, and what the user's step returned besides it."""
@@ -101,7 +96,7 @@ class ForwardPass:
         with self.context(), collective_forward(model) if self.is_collective else _ALONE:
             if self.step is not None:
                 values = step_values(self.step(model, batch))
-            else:
+            else:  # as `loss_of_pair`, without another call: a step has six hops from `fit` to the model
                 assert self.loss is not None, "a trainer has either a loss or a step"
                 inputs, targets = pair(batch)
                 try:
@@ -112,12 +107,13 @@ class ForwardPass:
                 values = {"loss": loss_of(self.loss, outputs, targets)}
         if isinstance(values, Terms):
             values = values.counted(piece)
-        check_gradient(values["loss"], _where(self.step))
+        where = LOSS if self.step is None else STEP
+        check_gradient(values["loss"], where)
         if looks and _gradients(parameters) != before:
             raise ConfigError(
                 "the step has changed gradients itself, and its batch is a piece of a larger one, whose mean they are "
                 "not",
-                where=_where(self.step),
+                where=where,
                 fix="return the loss, and leave backward(), zero_grad() and optimizer.step() to the trainer",
             )
         return values
@@ -132,7 +128,7 @@ class ForwardPass:
         """See `strategies.strategy.InTwo`."""
         assert self.loss is not None, "a strategy that computes model and loss separately refuses a step"
         values = {"loss": loss_of(self.loss, outputs, targets)}
-        check_gradient(values["loss"], _where(self.step))
+        check_gradient(values["loss"], LOSS)
         return values
 
     def values(self, module: nn.Module, batch: Any) -> Mapping[str, Tensor]:
@@ -140,14 +136,25 @@ class ForwardPass:
         model = model_of(module)
         if self.step is not None:
             return step_values(self.step(model, batch))
-        assert self.loss is not None, "a trainer has either a loss or a step"
-        inputs, targets = pair(batch)
-        try:
-            outputs = model(inputs)
-        except RuntimeError as cause:
-            check_doubles(cause, model, inputs)
-            raise
-        return {"loss": loss_of(self.loss, outputs, targets)}
+        return {"loss": loss_of_pair(model, self.loss, batch)[0]}
+
+
+def loss_of_pair(
+    model: nn.Module, loss: Loss | None, batch: Any, *, where: str = "mh.Data(train=…)"
+) -> tuple[Tensor, Any, Any]:
+    """The loss of an (inputs, targets) batch, what the model made of the inputs, and the targets.
+
+    Raises:
+        ConfigError: see `pair`, `check_doubles` and `loss_of`; `where` says whose batch it is.
+    """
+    assert loss is not None, "a trainer has either a loss or a step"
+    inputs, targets = pair(batch)
+    try:
+        outputs = model(inputs)
+    except RuntimeError as cause:
+        check_doubles(cause, model, inputs, where=where)
+        raise
+    return loss_of(loss, outputs, targets), outputs, targets
 
 
 def check_gradient(loss: Tensor, where: str, *, of: str = "that is trained") -> None:
@@ -168,10 +175,6 @@ def check_gradient(loss: Tensor, where: str, *, of: str = "that is trained") -> 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[int]:
     """What changes when somebody writes gradients."""
     return [-1 if each.grad is None else each.grad._version for each in parameters]
-
-
-def _where(step: UserStep | None) -> str:
-    return "mh.Trainer(loss=…)" if step is None else STEP
 
 
 def check_doubles(cause: RuntimeError, model: nn.Module, inputs: Any, *, where: str = "mh.Data(train=…)") -> None:
@@ -203,16 +206,16 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         named = ", ".join(map(str, outputs)) if isinstance(outputs, Mapping) else ""
         raise ConfigError(
             f"the model returns a {type(outputs).__name__}{named and f' ({named})'}, and the loss takes a tensor",
-            where="mh.Trainer(loss=…)",
+            where=LOSS,
             fix="pass loss=function(outputs, targets) -> loss, which takes the tensor out of it, or "
             "step=function(model, batch) -> loss",
         )
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+        return one_number(loss(outputs, targets), where=LOSS)
     if not name:
         shapes, rows = {tuple(outputs.shape), tuple(targets.shape)}, outputs.numel()
         with _BroadcastCheck(outputs, targets) if rows > 1 and shapes == {(rows, 1), (rows,)} else _ALONE:
-            return one_number(loss(outputs, targets), where="mh.Trainer(loss=…)")
+            return one_number(loss(outputs, targets), where=LOSS)
     _check_shapes(name, outputs.shape, targets.shape)
     try:
         found = loss(outputs, targets)
@@ -222,12 +225,12 @@ def loss_of(loss: Loss, outputs: Any, targets: Any) -> Tensor:
         given = [f"{tuple(each.shape)} of {dtype_name(each.dtype)}" for each in (outputs, targets)]
         raise ConfigError(
             f"{name} cannot take outputs {given[0]} with targets {given[1]}: {first_line(cause)}",
-            where="mh.Trainer(loss=…)",
+            where=LOSS,
             fix="it takes outputs (N, classes) and the number of a class for each, (N) of int64, from 0 to classes - 1"
             if name in _BY_CLASS
             else "most losses take both in one shape and of float32: .float() or .unsqueeze(-1) in the dataset",
         ) from cause
-    return one_number(found, where="mh.Trainer(loss=…)")
+    return one_number(found, where=LOSS)
 
 
 _OF_PAIRS = {
@@ -268,7 +271,7 @@ class _BroadcastCheck(TorchFunctionMode):
                 f"the model's outputs have shape {tuple(self.given[0].shape)} and the targets "
                 f"{tuple(self.given[1].shape)}: the loss takes both together, which by broadcasting gives "
                 f"{self.samples} times {self.samples} numbers, of outputs with the targets of other samples",
-                where="mh.Trainer(loss=…)",
+                where=LOSS,
                 fix="give both one shape: outputs.squeeze(-1) in the loss, say; where all pairs are meant, write "
                 "targets[None, :]",
             )
@@ -353,7 +356,7 @@ class Terms(dict[str, Tensor]):
             return {**self, "loss": torch.stack([each.nan_to_num() for each in self.terms.values()]).sum()}
         # The mean over nothing is no number, and its gradient neither.
         parts = [self.terms[name] * (share / piece.weight) for name, share in shares.items() if share]
-        return {**self, "loss": torch.stack([part.reshape(()) for part in parts]).sum()}
+        return {**self, "loss": torch.stack(parts).sum()}
 
 
 def terms_of(values: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -376,7 +379,6 @@ def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
         )
 
 
-STEP, EVALUATE = "mh.Trainer(step=…)", "mh.Run(evaluate=…)"
 _WHO = {STEP: "step", EVALUATE: "evaluate", "run.backward": "the function that run.backward was given"}
 """What a script calls what returns a loss, by where it is given."""
 
@@ -400,16 +402,15 @@ def step_values(result: Tensor | Mapping[str, Any], where: str = STEP) -> dict[s
             fix='return the mean loss over the batch, or {"loss": loss, "name": value, …}',
         )
     if "weight" in result:
-        own, late = "return it as 'count'", "is called 'count'"
-        if where == STEP:
-            own, late = "give it as mh.Trainer(weight=function(batch) -> number)", "must be known before it is computed"
+        of_step = where == STEP
         raise ConfigError(
-            f"{_WHO[where]} returned a value named 'weight', but what a piece counts {late}",
+            f"{_WHO[where]} returned a value named 'weight', but what a piece counts "
+            + ("must be known before it is computed" if of_step else "is called 'count'"),
             where=where,
-            fix=f"{own}, or log the value under another name",
+            fix=("give it as mh.Trainer(weight=function(batch) -> number)" if of_step else "return it as 'count'")
+            + ", or log the value under another name",
         )
-    one_number(result["loss"], where=where)
-    device = result["loss"].device
+    device = one_number(result["loss"], where=where).device
     return {
         name: number_of(name, value, device, where)
         for name, value in result.items()

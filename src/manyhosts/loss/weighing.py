@@ -225,9 +225,9 @@ class Weighing:
     def look_at_targets(self, pieces: Sequence[LoadedPiece]) -> None:
         """Where a loss by class may or may not leave targets out: see whether this step's do. All workers call this."""
         assert self.classes is not None, "only such a loss has targets to look at"
-        found = [each for piece in pieces if (each := targets_of(piece.batch)) is not None]
-        labels = [each for each in found if not each.is_floating_point()]
-        differs = any(each.dim() > 1 or bool((each == self.classes.ignored).any()) for each in labels)
+        targets = [each for piece in pieces if (each := targets_of(piece.batch)) is not None]
+        several = any(each.dim() > 1 and not each.is_floating_point() for each in targets)
+        differs = several or any(self.classes.leaves_out(piece.batch) for piece in pieces)
         self.rule, self.guard = (self.classes, None) if self.world.any(differs) else (None, self.classes.leaves_out)
 
     def of(self, step: Step, number: int) -> tuple[Step, float]:
@@ -241,16 +241,16 @@ class Weighing:
             checked = [DuePiece(piece.plan, self._checked, piece, number) for piece in step.pieces]
             return replace(step, pieces=checked), float(step.samples)
         fetched = step.fetched()  # what they count is in their batches
-        real = [piece for piece in fetched if piece.plan.weight]
-        counts, trouble = self._counts(real)
-        by_part = torch.zeros(self.virtual_workers or 1, len(self.names), dtype=torch.float64)
-        for part in {piece.plan.part for piece in real} if not trouble else ():
-            own = [count for piece, count in zip(real, counts, strict=True) if piece.plan.part == part]
-            sums = [math.fsum(each[name] for each in own) for name in self.names]
-            by_part[part if self.virtual_workers is not None else 0] = torch.tensor(sums, dtype=torch.float64)
-        if trouble:
-            by_part[:] = math.nan  # so that the others hear of it, and no worker waits
-        reported = self.world.stack(by_part.flatten().to(self.world.device)).reshape(-1, *by_part.shape)
+        try:
+            counts, trouble = list(map(self._count, fetched)), ""
+        except ValueError as unknown:  # no number, so that the others hear of it, and no worker waits
+            counts, trouble = [dict.fromkeys(self.names, math.nan)] * len(fetched), str(unknown)
+        by_part: list[list[Mapping[str, float]]] = [[] for _ in range(self.virtual_workers or 1)]
+        for piece, count in zip(fetched, counts, strict=True):
+            by_part[piece.plan.part if self.virtual_workers is not None else 0].append(count)
+        sums = [[math.fsum(each[name] for each in own) for name in self.names] for own in by_part]
+        own_sums = torch.tensor(sums, dtype=torch.float64)
+        reported = self.world.stack(own_sums.flatten().to(self.world.device)).reshape(-1, *own_sums.shape)
         if bool(reported.isnan().any()):
             raise TrainingError(
                 trouble or "the weight of a piece could not be found on another worker",
@@ -260,40 +260,41 @@ class Weighing:
             )
         reported = reported[list(self.mesh.peers("replicate", "shard"))]
         totals = {name: math.fsum(reported[..., place].flatten().tolist()) for place, name in enumerate(self.names)}
-        weighed = iter([self._weighed(piece, count, totals) for piece, count in zip(real, counts, strict=True)])
-        pieces = [next(weighed) if piece.plan.weight else piece for piece in fetched]
+        pieces = [self._weighed(piece, count, totals) for piece, count in zip(fetched, counts, strict=True)]
         by_all = reported.sum((0, 2)).tolist()
-
-        def again(piece: LoadedPiece) -> LoadedPiece:  # of another worker's, with the weight that it has there
-            return self._weighed(piece, self._counts([piece])[0][0], totals) if piece.plan.weight else piece
-
-        audits = [  # of a part that counts nothing, no worker computes anything
-            replace(each, pieces=list(map(again, each.pieces))) for each in step.audits if by_all[each.audit.part]
+        audits = [  # of another worker's pieces, with the weights that they have there
+            replace(each, pieces=[self._weighed(piece, self._count(piece), totals) for piece in each.pieces])
+            for each in step.audits
+            if by_all[each.audit.part]  # of a part that counts nothing, no worker computes anything
         ]
         return replace(step, pieces=pieces, audits=audits), sum(totals.values())
 
     def _weighed(self, piece: LoadedPiece, counts: Mapping[str, float], totals: Mapping[str, float]) -> LoadedPiece:
         """A piece with its share of each loss that counts anything, and as its weight the mean of these."""
+        if not piece.plan.weight:
+            return piece
         shares = {name: counts[name] / total if total else 0.0 for name, total in totals.items()}
         weight = math.fsum(shares.values()) / max(1, sum(map(bool, totals.values())))
         plan = replace(piece.plan, weight=weight, shares=None if self.names == ("",) else shares)
         return replace(piece, plan=plan)
 
-    def _counts(self, pieces: Sequence[LoadedPiece]) -> tuple[list[dict[str, float]], str]:
-        """What each piece counts; in words, why that cannot be known."""
+    def _count(self, piece: LoadedPiece) -> dict[str, float]:
+        """What a piece counts; a ghost counts nothing, whatever is in its batch.
+
+        Raises:
+            ValueError: why that cannot be known, in words.
+        """
         assert self.rule is not None, "without a rule pieces count by their samples"
-        counts = []
-        for piece in pieces:
-            try:
-                count = counted(self.rule, piece.batch)
-            except Exception as cause:
-                return [], f"the weight of a piece cannot be found: {type(cause).__name__}: {cause}"
-            if wrong := [each for each in count.values() if not 0 <= each < math.inf]:
-                return [], f"the weight of a piece is {wrong[0]}"
-            if sorted(count) != list(self.names):
-                return [], f"weight gives numbers for {', '.join(sorted(count)) or 'nothing'}, and before for others"
-            counts.append(count)
-        return counts, ""
+        try:
+            count = counted(self.rule, piece.batch) if piece.plan.weight else dict.fromkeys(self.names, 0.0)
+        except Exception as cause:
+            raise ValueError(f"the weight of a piece cannot be found: {type(cause).__name__}: {cause}") from cause
+        if wrong := [each for each in count.values() if not 0 <= each < math.inf]:
+            raise ValueError(f"the weight of a piece is {wrong[0]}")
+        if sorted(count) != list(self.names):
+            given = ", ".join(sorted(count)) or "nothing"
+            raise ValueError(f"weight gives numbers for {given}, and before for others")
+        return count
 
     def _checked(self, piece: LoadedPiece | DuePiece, number: int) -> Any:
         """The batch of a piece that counts by its samples: it has all of them, and every target counts."""
@@ -337,4 +338,4 @@ def _all_count(classes: TargetMean, data: Data) -> bool | None:
     if found is None or len(found[0]) != 2:
         return None
     targets = found[0][1] if found[1] is None else found[0][1][found[1]]
-    return targets.is_floating_point() or not bool((targets == classes.ignored).any())
+    return not classes.leaves_out((None, targets))

@@ -182,16 +182,20 @@ class collective_forward:  # read as a verb: with called_by_all(model)
 
 
 @contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode, called by all; afterwards every module is back in the mode that it had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def in_evaluation(model: nn.Module, loss: object = None) -> Iterator[None]:
+    """`model` in evaluation mode, called by all, and with it a `loss` that is a module, too; afterwards every module is
+    back in the mode that it had.
+    """
+    modules = [each for each in (model, loss) if isinstance(each, nn.Module)]
+    training = [part for each in modules for part in each.modules() if part.training]
+    for each in modules:
+        each.eval()
     try:
         with collective_forward(model):
             yield
     finally:
-        for module in training:
-            module.training = True
+        for part in training:
+            part.training = True
 
 
 def refuse_other_calls(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from manyhosts.errors import ConfigError
 from manyhosts.events import LossLooked
 from manyhosts.loss import comparison
 from manyhosts.loss.comparison import Look, Seen, look_at
+from manyhosts.loss.compute import LOSS, STEP
 from manyhosts.loss.weighing import CLASSES, LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.loop.source import IndexedSource
 from manyhosts.training.setup.build import Parts
@@ -176,23 +177,20 @@ class LossWeights:
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
         what += f": {seen.values}, so it depends on how a batch is cut{seen.findings.get(comparison.WRITES, '')}"
         guessed_wrong = not known and not given and (not is_mean or found == NO_MEAN)
-        pads = not (is_mean or given) and bool(seen.findings.get(comparison.PADS))
-        of_rows = not (is_mean or given) and bool(seen.findings.get(comparison.ROWS))
+        in_chunks = seen.findings.get(comparison.IN_CHUNKS, "")
+        no_mean = what * (not is_mean and not given)
         wrong = {
-            **seen.findings, comparison.PADS: what * pads, comparison.ROWS: what * of_rows,
-            "mixes samples": what * (known and not is_mean), "is no mean": what * guessed_wrong,
-        }  # fmt: skip
-        if not isinstance(parts.batch_norm, GlobalBatch):
-            wrong[comparison.IN_CHUNKS] = ""
+            **seen.findings,
+            **{kind: no_mean for kind in (comparison.PADS, comparison.ROWS) if seen.findings.get(kind)},
+            comparison.IN_CHUNKS: in_chunks * isinstance(parts.batch_norm, GlobalBatch),
+            "mixes samples": what * (known and not is_mean),
+            "is no mean": what * guessed_wrong,
+        }
+        of_loss = LOSS if parts.compute.step is None else STEP
+        places = {"is no mean": of_loss, comparison.COMMUNICATES: of_loss, comparison.PADS: "mh.Data(collate=…)"}
         self.moves = seen.because == comparison.OTHER_AGAIN
         for kind, (text, fix) in _FIXES.items() if self.cuts else ():
             if found_in := wrong.get(kind):
-                of_loss = f"mh.Trainer({'loss' if parts.compute.step is None else 'step'}=…)"
-                places = {
-                    "is no mean": of_loss,
-                    comparison.COMMUNICATES: of_loss,
-                    comparison.PADS: "mh.Data(collate=…)",
-                }
                 raise ConfigError(text.format(found_in), where=places.get(kind, "mh.Trainer(model=…)"), fix=fix)
         if keeps and self.cuts:
             seen.because = seen.because or f"{KEPT.format(keeps)}, and what it changes later is not known"

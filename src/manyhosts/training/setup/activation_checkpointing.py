@@ -21,8 +21,9 @@ from __future__ import annotations
 import copyreg
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,7 +37,7 @@ from manyhosts.config.settings import ActivationCheckpointing, Settings
 from manyhosts.data import randomness
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+from manyhosts.strategies.blocks import Blocks, modules_of_layers, repeated_blocks
 from manyhosts.strategies.uses import tensors_in
 
 _ROUNDING = 1e-2
@@ -62,8 +63,8 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
             module.__class__ = cast(type[Checkpointed], type(module)).plain
     if asked is None:
         return ""
-    blocks = repeated_blocks(model) if asked != "all" else modules_of_layers(model)
-    if not blocks:
+    chosen, count = chosen_blocks(model, asked)
+    if not chosen:
         raise ConfigError(
             f"activation_checkpointing is {asked!r}, but the model has no blocks: several modules of one class, each "
             "of several layers, in a ModuleList or Sequential"
@@ -72,15 +73,24 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
             fix="put the layers into modules of their own, or leave it out"
             + (', or try "all", which takes every module of several layers' if asked != "all" else ""),
         )
-    # The first ones: when their turn comes in the backward pass, what the last ones kept is free again.
-    chosen = blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks
     for name, block in chosen:
         _check(name, block)
         _names[block] = name
         _called.discard(block)
         _changing.pop(block, None)
-        block.__class__ = _checkpointed(type(block), compiled)
-    return f"{len(chosen)} of {len(blocks)} blocks, {_few([name for name, _ in chosen])}"
+        block.__class__ = _checkpointed(type(block), compiled)  # type: ignore[arg-type]  # mypy: no class is hashable
+    return f"{len(chosen)} of {count} blocks, {_few([name for name, _ in chosen])}"
+
+
+def chosen_blocks(model: nn.Module, asked: ActivationCheckpointing) -> tuple[Blocks, int]:
+    """The blocks of `model` that are computed again, and of how many.
+
+    They are the first ones: when their turn comes in the backward pass, what the last ones kept is free again.
+    """
+    if asked is None:
+        return [], 0
+    blocks = modules_of_layers(model) if asked == "all" else repeated_blocks(model)
+    return blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks, len(blocks)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -124,7 +134,12 @@ class Checkpointed:
         _called.add(block)
         call = _Call(block, self.compute, [*args, *kwargs.values()])
         return checkpoint(
-            call, *args, use_reentrant=False, early_stop=not call.compares, context_fn=call.contexts, **kwargs
+            call,
+            *args,
+            use_reentrant=False,
+            early_stop=not call.compares,
+            context_fn=lambda: (nullcontext(), call.again()),
+            **kwargs,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,16 +147,12 @@ class Checkpointed:
         return (copyreg._reconstructor, (self.plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
 
-_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-
-
+@cache
 def _checkpointed(kind: type[nn.Module], compiled: bool) -> type[nn.Module]:
     """The class in place of `kind`."""
-    if (kind, compiled) not in _CLASSES:
-        compute = torch.compile(kind.forward) if compiled else kind.forward
-        words = {"plain": kind, "compute": compute, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _CLASSES[kind, compiled] = type(kind.__name__, (Checkpointed, kind), words)
-    return _CLASSES[kind, compiled]
+    compute = torch.compile(kind.forward) if compiled else kind.forward
+    words = {"plain": kind, "compute": compute, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Checkpointed, kind), words)
 
 
 class _Call:
@@ -157,22 +168,19 @@ class _Call:
         """The buffers that forward passes change, by name: copies of what they were before the first one."""
         self.output: list[Tensor] | None = None
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What the first and what the second forward pass run in."""
-        return nullcontext(), self._again()
-
     @contextmanager
-    def _again(self) -> Iterator[None]:
+    def again(self) -> Iterator[None]:
+        """What the second forward pass runs in."""
         slots = _slots(self.block)
         now = {name: slots[name].tensor for name in self.before}
         try:
             for name, tensor in self.before.items():
-                slots[name].put(tensor)
+                slots[name].holder[slots[name].key] = tensor
             with randomness.replayed(self.generators):
                 yield
         finally:
             for name, tensor in now.items():
-                slots[name].put(tensor)
+                slots[name].holder[slots[name].key] = tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the block."""
@@ -243,9 +251,6 @@ class _Slot:
     @property
     def tensor(self) -> Tensor:
         return cast(Tensor, self.holder[self.key])
-
-    def put(self, tensor: Tensor) -> None:
-        self.holder[self.key] = tensor
 
 
 def _slots(block: nn.Module) -> dict[str, _Slot]:

@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from manyhosts.callbacks.callback import Callbacks, Moment
 from manyhosts.communication.batch_norm import GlobalBatch, make_global
@@ -60,6 +61,7 @@ from manyhosts.training.setup.model_checks import (
     is_lazy,
     make_complete,
     make_schedule,
+    refuse,
 )
 from manyhosts.training.setup.optimizer_kernels import fuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, check_options, parameters_of
@@ -393,21 +395,24 @@ def _make_schedule(
     rule = settings.early_stopping
     metric, mode = ("loss", "min") if rule is None else (rule.metric, rule.mode)
     better = "higher" if mode == "max" else "lower"
-    refusals = (
-        (
-            data.validation is None,
-            "which moves after validations, and there is no validation set",
-            "give mh.Data(validation=…), or choose a schedule that moves by steps",
-        ),
-        (
-            schedule.mode != mode,
-            f"made with mode={schedule.mode!r}, and it follows {metric!r}, of which {better} is better",
-            f"write ReduceLROnPlateau(optimizer, mode={mode!r}, …); it follows what early_stopping does, or the loss",
-        ),
+    what, where = "the schedule is a ReduceLROnPlateau", "mh.Trainer(schedule=…)"
+    refuse(
+        [
+            (
+                data.validation is None,
+                f"{what}, which moves after validations, and there is no validation set",
+                where,
+                "give mh.Data(validation=…), or choose a schedule that moves by steps",
+            ),
+            (
+                schedule.mode != mode,
+                f"{what}, made with mode={schedule.mode!r}, and it follows {metric!r}, of which {better} is better",
+                where,
+                f"write ReduceLROnPlateau(optimizer, mode={mode!r}, …); it follows what early_stopping does, or the "
+                "loss",
+            ),
+        ]
     )
-    for is_so, what, fix in refusals:
-        if is_so:
-            raise ConfigError(f"the schedule is a ReduceLROnPlateau, {what}", where="mh.Trainer(schedule=…)", fix=fix)
     return schedule
 
 
@@ -433,12 +438,9 @@ def _drawn(data: Data, settings: Settings) -> str:
 
 def _length(dataset: Dataset[Any]) -> str:
     """In words; nothing of a stream that has none. A ChainDataset asks streams that cannot say."""
-    try:
-        return f" of {len(dataset)} samples" if isinstance(dataset, Sized) else ""
-    except TypeError:
-        if isinstance(dataset, IterableDataset):
-            return ""
-        raise
+    with suppress(TypeError):
+        return f" of {len(cast(Sized, dataset))} samples"
+    return ""
 
 
 def attach_callbacks(parts: Parts) -> None:

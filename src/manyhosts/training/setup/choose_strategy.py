@@ -40,6 +40,7 @@ from manyhosts.strategies.units import tail_bytes, unit_bytes
 from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training.loop.compute import IN_PAIRS, ForwardPass, pair
 from manyhosts.training.setup.activation_checkpointing import chosen_blocks
+from manyhosts.training.setup.model_checks import Refusal, refuse
 from manyhosts.training.setup.parameter_groups import MakeOptimizer, parameters_of
 from manyhosts.training.setup.sizing import PassBytes, Unknown, UpdateBytes, optimizer_bytes, pass_bytes
 from manyhosts.training.setup.trained_module import model_of
@@ -276,8 +277,8 @@ def _memory_left(world: World, made: nn.Module) -> int:
     return already + left if left is not None else int(_MOST)
 
 
-def _refusals(compute: ForwardPass, data: Data, settings: Settings) -> list[tuple[bool, str, str, str]]:
-    """What does not go with workers that compute the same samples: whether it is so, what, where, and the remedy."""
+def _refusals(compute: ForwardPass, data: Data, settings: Settings) -> list[Refusal]:
+    """What does not go with workers that compute the same samples."""
     with_it = f"with strategy {settings.strategy.name!r}"
     return [
         (
@@ -316,9 +317,7 @@ def look_ahead(compute: ForwardPass, data: Data, settings: Settings) -> Sample |
     Raises:
         ConfigError: the script computes model and loss in one, or asks for what stages cannot do.
     """
-    for is_asked, what, where, fix in _refusals(compute, data, settings):
-        if is_asked:
-            raise ConfigError(what, where=where, fix=fix)
+    refuse(_refusals(compute, data, settings))
     try:
         batch = largest_batch(data, settings, 1)
     except Unknown:

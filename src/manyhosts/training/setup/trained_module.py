@@ -74,8 +74,7 @@ def load_loss(module: nn.Module, kept: dict[str, Any]) -> None:
                 where="mh.Trainer(loss=…)",
                 fix="take back the change, or begin again in another folder (of a run: --run-dir)",
             )
-    if own:
-        assert isinstance(module, ModelAndLoss), "no other has a loss with a state"
+    if isinstance(module, ModelAndLoss) and own:
         module.loss.load_state_dict(kept)
 
 
@@ -98,16 +97,13 @@ def check_optimized(groups: list[dict[str, Any]], module: nn.Module, *, has_step
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             if id(parameter) not in known:
-                remedy = (
-                    "make it a part of the model, such as self.head, and let step reach it through the model"
-                    if has_step
-                    else "make it a part of the model, or of an nn.Module that is given as loss"
-                )
                 raise ConfigError(
                     f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that belongs "
                     f"neither to the model nor to the loss, so workers would disagree about it",
                     where="mh.Trainer(optimizer=…)",
-                    fix=remedy,
+                    fix="make it a part of the model, such as self.head, and let step reach it through the model"
+                    if has_step
+                    else "make it a part of the model, or of an nn.Module that is given as loss",
                 )
             if id(parameter) in seen:
                 raise twice(f"a parameter of shape {tuple(parameter.shape)} is in the optimizer twice")
@@ -122,11 +118,10 @@ def untrained(
     `all_of_them`: also those that `optimizer` has; else it may step them when they are thawed.
     """
     stepped = set() if all_of_them else {id(each) for group in optimizer.param_groups for each in group["params"]}
-    frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
     return {
         name: each
-        for name, each in frozen.items()
-        if id(each) not in stepped and name.removeprefix("model.") not in thawed
+        for name, each in module.named_parameters()
+        if not each.requires_grad and id(each) not in stepped and name.removeprefix("model.") not in thawed
     }
 
 

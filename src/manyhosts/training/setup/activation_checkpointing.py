@@ -105,17 +105,16 @@ def uncalled(model: nn.Module) -> list[str]:
 
 def _check(name: str, block: nn.Module) -> None:
     """Raise ConfigError where the class of `block` does not say what it computes."""
-    if isinstance(block, torch.jit.ScriptModule):
-        what = "is TorchScript"
-    elif "forward" in vars(block):
-        what = "has a forward of its own, besides that of its class"
-    else:
-        return
-    raise ConfigError(
-        f"the block {name} ({type(block).__name__}) {what}, and cannot be computed again",
-        where="activation_checkpointing",
-        fix="give it as a plain module, or leave activation_checkpointing out",
-    )
+    for is_so, what in (
+        (isinstance(block, torch.jit.ScriptModule), "is TorchScript"),
+        ("forward" in vars(block), "has a forward of its own, besides that of its class"),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"the block {name} ({type(block).__name__}) {what}, and cannot be computed again",
+                where="activation_checkpointing",
+                fix="give it as a plain module, or leave activation_checkpointing out",
+            )
 
 
 class Checkpointed:
@@ -183,7 +182,6 @@ class _Call:
                 slots[name].holder[slots[name].key] = tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the block."""
         return self._first(*args, **kwargs) if self.output is None else self._second(*args, **kwargs)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:

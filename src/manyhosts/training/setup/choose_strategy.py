@@ -218,22 +218,21 @@ def _agreed(given: Given, own: UpdateBytes, found: PassBytes | None) -> Training
     kept, update, plain, backward, less = (int(each) for each in reported.max(0).values.tolist())
     known = [bool(each >= 0) for each in reported.min(0).values.tolist()]
     total = _bytes(given.made)
-    sizes = ModelBytes(
-        parameters=total,
-        gradients=_bytes(given.made, trained=True),
-        optimizer=kept,
-        buffers=sum(each.nbytes for each in given.made.buffers()),
-        activations=plain if known[2] else 0,
-        backward=backward if known[2] else 0,
-        update=update,
-        units=unit_bytes(model, total=total),
-        tail=tail_bytes(model),
-        on_cpu=world.device.type == "cpu",
-        several=settings.micro_batch_size is not None,
-        **_of_same_samples(given, model),
-    )
     return Training(
-        model=sizes,
+        model=ModelBytes(
+            parameters=total,
+            gradients=_bytes(given.made, trained=True),
+            optimizer=kept,
+            buffers=sum(each.nbytes for each in given.made.buffers()),
+            activations=plain if known[2] else 0,
+            backward=backward if known[2] else 0,
+            update=update,
+            units=unit_bytes(model, total=total),
+            tail=tail_bytes(model),
+            on_cpu=world.device.type == "cpu",
+            several=settings.micro_batch_size is not None,
+            **_of_same_samples(given, model),
+        ),
         checkpointed=less if known[2] and known[4] else None,
         is_shared=world.is_shared,
         joins=world.is_joining,

@@ -343,20 +343,24 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
         ConfigError: one cannot.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_inference():
-            raise ConfigError(
-                f"{name} was made within torch.inference_mode(), and no one can see what a forward pass writes "
-                "into such a tensor",
-                where="mh.Trainer(model=…)",
-                fix="make it under torch.no_grad(), or give a clone() of it",
-            )
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        if kind != "strided":
-            raise ConfigError(
-                f"{name} is a {kind} tensor, which workers cannot send each other",
-                where="mh.Trainer(model=…)",
-                fix="keep it as a dense tensor, and make the other of it in forward",
-            )
+        refuse(
+            [
+                (
+                    tensor.is_inference(),
+                    f"{name} was made within torch.inference_mode(), and no one can see what a forward pass writes "
+                    "into such a tensor",
+                    "mh.Trainer(model=…)",
+                    "make it under torch.no_grad(), or give a clone() of it",
+                ),
+                (
+                    kind != "strided",
+                    f"{name} is a {kind} tensor, which workers cannot send each other",
+                    "mh.Trainer(model=…)",
+                    "keep it as a dense tensor, and make the other of it in forward",
+                ),
+            ]
+        )
     for name, module in _embeddings(model):
         if module.sparse and module.weight.requires_grad and not takes_sparse:
             takers = [each for each in STRATEGIES.own if STRATEGIES.load(each).traits.takes_sparse_gradients]
@@ -366,24 +370,27 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
                 fix="leave sparse=True out, and take Adam or SGD in place of SparseAdam; or choose "
                 f"strategy={' or '.join(map(repr, takers))}",
             )
-        if module.max_norm is not None:
-            raise ConfigError(
-                f"the embedding {name!r} has max_norm: its forward pass writes into its weight, on each worker by its "
-                "own samples",
-                where="mh.Trainer(model=…)",
-                fix="leave max_norm out, and scale in forward what the embedding gives",
-            )
-        if module.scale_grad_by_freq:
-            raise ConfigError(
-                f"the embedding {name!r} has scale_grad_by_freq: its gradient is divided by how often an index is in "
-                "a forward pass, which sees a part of the batch",
-                where="mh.Trainer(model=…)",
-                fix="leave scale_grad_by_freq out",
-            )
+        refuse(
+            [
+                (
+                    module.max_norm is not None,
+                    f"the embedding {name!r} has max_norm: its forward pass writes into its weight, on each worker by "
+                    "its own samples",
+                    "mh.Trainer(model=…)",
+                    "leave max_norm out, and scale in forward what the embedding gives",
+                ),
+                (
+                    module.scale_grad_by_freq,
+                    f"the embedding {name!r} has scale_grad_by_freq: its gradient is divided by how often an index is "
+                    "in a forward pass, which sees a part of the batch",
+                    "mh.Trainer(model=…)",
+                    "leave scale_grad_by_freq out",
+                ),
+            ]
+        )
 
 
 def _embeddings(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """Those of `model`, by name."""
     return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
 
 
@@ -541,21 +548,26 @@ def make_schedule(make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
         ConfigError: it is nothing that a snapshot could keep.
     """
     made = make(optimizer)
-    if lacking := [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(made, name)]:
-        raise ConfigError(
-            f"the schedule is a {type(made).__name__} without {lacking[0]}()",
-            where="mh.Trainer(schedule=…)",
-            fix="derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
-        )
+    lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(made, name)]
     own = getattr(made, "optimizer", None)
     within = [optimizer, *(each for each in vars(optimizer).values() if isinstance(each, Optimizer))]  # a Lookahead
     known = {*map(id, within), *map(id, optimizer.param_groups)}
-    if isinstance(own, Optimizer) and known.isdisjoint(map(id, [own, *own.param_groups])):
-        raise ConfigError(
-            f"the schedule is a {type(made).__name__} of another optimizer, so it would never move this one's rate",
-            where="mh.Trainer(schedule=…)",
-            fix="make it of what the function is given: schedule=lambda optimizer: StepLR(optimizer, 10), say",
-        )
+    refuse(
+        [
+            (
+                bool(lacking),
+                f"the schedule is a {type(made).__name__} without {''.join(lacking[:1])}()",
+                "mh.Trainer(schedule=…)",
+                "derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
+            ),
+            (
+                isinstance(own, Optimizer) and known.isdisjoint(map(id, [own, *own.param_groups])),
+                f"the schedule is a {type(made).__name__} of another optimizer, so it would never move this one's rate",
+                "mh.Trainer(schedule=…)",
+                "make it of what the function is given: schedule=lambda optimizer: StepLR(optimizer, 10), say",
+            ),
+        ]
+    )
     return made
 
 

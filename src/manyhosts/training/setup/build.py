@@ -378,8 +378,7 @@ def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World
     lengths = {name: type(each).__qualname__ + _length(each) for name, each in data.sets().items()}
     if drawn := _drawn(data, settings):
         lengths["order"] = f"drawn in the order {drawn}"
-    in_words = {"models": described(made), "data": lengths, "settings": settings_compared(settings)}
-    compare_descriptions(world, in_words)
+    compare_descriptions(world, {"models": described(made), "data": lengths, "settings": settings_compared(settings)})
     if watcher is None:  # who watches looks for the reason in what was trained
         compare_data(world, data.sets())
     else:

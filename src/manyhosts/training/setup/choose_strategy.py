@@ -131,10 +131,7 @@ def choose(given: Given) -> tuple[Settings, Training | None]:
 
     if host_state.counts_addresses():
         _set_allocator(_ARENA_MAX, 1)
-    update, passes, notes = _sizes(given)
-    training = _agreed(
-        given, update, passes
-    )  # all have found theirs: no one takes memory while the others look what is left
+    training, notes = _sizes(given)  # now no one takes memory while the others look what is left
     own = torch.tensor([_memory_left(world, given.made)], dtype=torch.float64, device=world.device)
     lefts = world.stack(own).flatten().tolist()
     left, rank = int(min(lefts)), lefts.index(min(lefts))
@@ -153,24 +150,6 @@ def choose(given: Given) -> tuple[Settings, Training | None]:
         world.notes += ["\n  ".join([words, *fit.table((each.name, each.memory) for each in found)]), *notes]
     again = "blocks" if chosen.checkpoints else settings.activation_checkpointing
     return replace(settings, strategy=chosen.strategy, activation_checkpointing=again), training
-
-
-def _sizes(given: Given) -> tuple[UpdateBytes, PassBytes | None, list[str]]:
-    """What the optimizer and the largest forward pass of this worker take, None where it cannot be found; and notes."""
-    passes, notes = None, list[str]()
-    try:
-        update = optimizer_bytes(given.optimizer, parameters_of(given.made))
-    except Unknown as reason:
-        update = UpdateBytes(kept=2 * _bytes(given.made, trained=True), passing=0)
-        notes.append(f"what the optimizer keeps could not be found ({reason}): two numbers for each parameter, as Adam")
-    try:
-        passes = _passes(given)
-    except Unknown as reason:
-        notes.append(
-            f"strategy='auto' has counted no activations, for they could not be found ({reason}): leave some memory "
-            "free, or name a strategy"
-        )
-    return update, passes, notes
 
 
 def _passes(given: Given) -> PassBytes:
@@ -200,25 +179,36 @@ def largest_batch(data: Data, settings: Settings, workers: int) -> Any:
         raise Unknown("the training set is a stream, of which no batch is known before it is read")
     parts = settings.virtual_workers or workers
     own = settings.batch_size_per_worker or math.ceil((settings.batch_size or 1) / parts)
-    samples = min(own, settings.micro_batch_size or own, len(data.train))
-    fetcher = Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)
-    return fetcher(0, np.arange(samples, dtype=np.int64))
+    indices = np.arange(min(own, settings.micro_batch_size or own, len(data.train)), dtype=np.int64)
+    return Fetcher(data.train, seed=settings.seed, name="train", collate=data.collate)(0, indices)
 
 
-def _agreed(given: Given, own: UpdateBytes, found: PassBytes | None) -> Training:
-    """The largest sizes of all workers. All call it together."""
+def _sizes(given: Given) -> tuple[Training, list[str]]:
+    """The largest sizes of all workers, and what to say of those that could not be found. All call it together."""
     from manyhosts.planner.fit import Training
     from manyhosts.planner.memory import ModelBytes
 
     world, settings, model = given.world, given.settings, model_of(given.made)
-    passes = found or PassBytes(activations=-1, backward=-1, checkpointed=None)
+    passes, notes = PassBytes(activations=-1, backward=-1, checkpointed=None), list[str]()
+    try:
+        own = optimizer_bytes(given.optimizer, parameters_of(given.made))
+    except Unknown as reason:
+        own = UpdateBytes(kept=2 * _bytes(given.made, trained=True), passing=0)
+        notes.append(f"what the optimizer keeps could not be found ({reason}): two numbers for each parameter, as Adam")
+    try:
+        passes = _passes(given)
+    except Unknown as reason:
+        notes.append(
+            f"strategy='auto' has counted no activations, for they could not be found ({reason}): leave some memory "
+            "free, or name a strategy"
+        )
     again = -1 if passes.checkpointed is None else passes.checkpointed
     mine = [own.kept, own.passing, passes.activations, passes.backward, again]
     reported = world.stack(torch.tensor(mine, dtype=torch.float64, device=world.device))
     kept, update, plain, backward, less = (int(each) for each in reported.max(0).values.tolist())
     known = [bool(each >= 0) for each in reported.min(0).values.tolist()]
     total = _bytes(given.made)
-    return Training(
+    training = Training(
         model=ModelBytes(
             parameters=total,
             gradients=_bytes(given.made, trained=True),
@@ -238,6 +228,7 @@ def _agreed(given: Given, own: UpdateBytes, found: PassBytes | None) -> Training
         joins=world.is_joining,
         virtual_workers=settings.virtual_workers,
     )
+    return training, notes
 
 
 def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
@@ -253,10 +244,10 @@ def _of_same_samples(given: Given, model: nn.Module) -> dict[str, Any]:
         blocks = block_bytes(model) if settings.precision != "fp16" else ()
     except ConfigError:
         blocks = ()
-    layers = {id(p): p.nbytes for each in model.modules() if is_cuttable(each) for p in each.parameters()}
+    layers = {parameter for each in model.modules() if is_cuttable(each) for parameter in each.parameters()}
     return {
         "blocks": blocks,
-        "divisible": sum(layers.values()),
+        "divisible": sum(each.nbytes for each in layers),
         "together": min(full, most) / min(own, most),
         "passes": -(-full // most),
     }

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import copyreg
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -170,33 +169,32 @@ class _Call:
     @contextmanager
     def again(self) -> Iterator[None]:
         """What the second forward pass runs in."""
-        slots = _slots(self.block)
-        now = {name: slots[name].tensor for name in self.before}
+        now = {name: self.block.get_buffer(name) for name in self.before}
         try:
-            for name, tensor in self.before.items():
-                slots[name].holder[slots[name].key] = tensor
+            _put(self.block, self.before)
             with randomness.replayed(self.generators):
                 yield
         finally:
-            for name, tensor in now.items():
-                slots[name].holder[slots[name].key] = tensor
+            _put(self.block, now)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._first(*args, **kwargs) if self.output is None else self._second(*args, **kwargs)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        slots, known = _slots(self.block), _changing.get(self.block)
-        seen = {name: (slot.tensor, slot.tensor._version) for name, slot in slots.items()}
-        before = {name: slots[name].tensor.clone() for name in (slots if known is None else known)}
+        known, get = _changing.get(self.block), self.block.get_buffer
+        buffers = self.block.named_buffers(remove_duplicate=False)  # by every name under which a module has them
+        seen = {name: (tensor, tensor._version) for name, tensor in buffers}
+        before = {name: seen[name][0].clone() for name in (seen if known is None else known)}
         output = self.compute(*args, **kwargs)
         self._check_inputs()
         changed = {
             name for name, (tensor, version) in seen.items()
-            if slots[name].tensor is not tensor or tensor._version != version
+            if get(name) is not tensor or tensor._version != version
         }  # fmt: skip
         if known is None:
             # PyTorch's own layers change running values without a word, which then may be what they were by chance.
-            changed |= {name for name, slot in slots.items() if slot.runs or not _alike(slot.tensor, before[name])}
+            runs = {name for name in seen if isinstance(_holder(self.block, name), _NormBase)}
+            changed |= runs | {name for name, copy in before.items() if not _alike(get(name), copy)}
         elif late := sorted(changed - known):
             raise self._error(
                 f"cannot be computed again: it changes its buffer {late[0]}, which it did not in its first pass",
@@ -237,28 +235,15 @@ class _Call:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a module keeps a buffer."""
-
-    holder: dict[str, Tensor | None]
-    key: str
-    runs: bool
-    """Whether it is a running value of a layer of PyTorch's."""
-
-    @property
-    def tensor(self) -> Tensor:
-        return cast(Tensor, self.holder[self.key])
+def _holder(block: nn.Module, name: str) -> nn.Module:
+    """The module in `block` that has the buffer called `name`."""
+    return block.get_submodule(name.rpartition(".")[0])
 
 
-def _slots(block: nn.Module) -> dict[str, _Slot]:
-    """Of every buffer in `block`, by its name."""
-    return {
-        f"{prefix}.{key}" if prefix else key: _Slot(module._buffers, key, isinstance(module, _NormBase))
-        for prefix, module in block.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    }
+def _put(block: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Have `block` hold these, by name, and tell no one who listens to new buffers."""
+    for name, tensor in buffers.items():
+        _holder(block, name)._buffers[name.rpartition(".")[2]] = tensor
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

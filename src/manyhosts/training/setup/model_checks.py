@@ -394,10 +394,6 @@ def _embeddings(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.Embedding
     return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
 
 
-_OF_FULL_MATRICES = ("Adafactor",)
-"""Classes of optimizers that take means over the rows and columns of a matrix, by name: several packages have them."""
-
-
 def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: bool, takes_sparse: bool = False) -> None:
     """See that `optimizer` steps by gradients alone, and by those that a worker holds.
 
@@ -405,10 +401,10 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: boo
         ConfigError: it computes the loss itself, wants sparse gradients, or all of a matrix that workers share; or
             it is made for other steps than these.
     """
-    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_FULL_MATRICES), None)
-    if kind is not None and not holds_full_model:
+    # It takes means over the rows and columns of a matrix. By its name, for several packages have it.
+    if not holds_full_model and any(each.__name__ == "Adafactor" for each in type(optimizer).__mro__):
         raise ConfigError(
-            f"{kind} looks at full rows and columns of each matrix, of which a worker holds a part here",
+            "Adafactor looks at full rows and columns of each matrix, of which a worker holds a part here",
             where="mh.Trainer(optimizer=…, strategy=…)",
             fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
         )

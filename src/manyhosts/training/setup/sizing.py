@@ -170,9 +170,7 @@ def _without_memory(trained: nn.Module, device: torch.device) -> tuple[nn.Module
         shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
         is_parameter = isinstance(each, nn.Parameter)
         tensors[id(each)] = nn.Parameter(shape, requires_grad=each.requires_grad) if is_parameter else shape
-    model = copy.deepcopy(trained, dict(tensors))
-    model.train()
-    return model, list(tensors.values())
+    return copy.deepcopy(trained, dict(tensors)).train(), list(tensors.values())
 
 
 def _watched(modules: set[nn.Module], watched: HeldBytes) -> dict[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -151,39 +151,36 @@ def twice(what: str) -> ConfigError:
     )
 
 
-_guarded: WeakSet[nn.Module] = WeakSet()
-"""Models that no one may call alone."""
-_called: WeakSet[nn.Module] = WeakSet()
-"""Of these, the ones that all workers call now, in the same order."""
+_guarded: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Of models that no one may call alone: within how many `collective_forward`s each is now."""
 
 
 class collective_forward:  # read as a verb: with called_by_all(model)
-    """Within, every worker calls `model` as often as this one."""
+    """Within, every worker calls `model` as often as this one, in the same order."""
 
-    __slots__ = ("_ends", "_model")
+    __slots__ = ("_model",)
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __enter__(self) -> None:
-        self._ends = self._model in _guarded and self._model not in _called
-        if self._ends:
-            _called.add(self._model)
+        if self._model in _guarded:
+            _guarded[self._model] += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._ends:
-            _called.discard(self._model)
+        if self._model in _guarded:
+            _guarded[self._model] -= 1
 
 
 def refuse_other_calls(model: nn.Module) -> None:
     """From now on a call of `model` from elsewhere ends in a sentence."""
-    _guarded.add(model)
+    _guarded[model] = 0
     # Before the hook that begins to gather: the others would take what it sends for something else.
     model.register_forward_pre_hook(torch.compiler.disable(_check), prepend=True)
 
 
 def _check(model: nn.Module, inputs: Any) -> None:
-    if model not in _called:
+    if not _guarded.get(model):
         raise ConfigError(
             "the model is called by the script itself, and its parts are gathered only where all workers call it in "
             "the same order",

@@ -131,7 +131,8 @@ def choose(given: Given) -> tuple[Settings, Training | None]:
 
     if host_state.counts_addresses():
         _set_allocator(_ARENA_MAX, 1)
-    training, notes = _sizes(given)  # now no one takes memory while the others look what is left
+    training, notes = _sizes(given)
+    # All have found theirs: no one takes memory while the others look what is left.
     own = torch.tensor([_memory_left(world, given.made)], dtype=torch.float64, device=world.device)
     lefts = world.stack(own).flatten().tolist()
     left, rank = int(min(lefts)), lefts.index(min(lefts))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from manyhosts.communication.collectives import Collectives
 from manyhosts.communication.holding import UNCUT, Holding
@@ -23,13 +25,8 @@ class Precision:
         """`together`: the workers that each hold a part of the gradient, and leave out a step where any overflowed;
         `holding`: which part.
         """
-        self.name, self.together = name, together
         self.context = autocast(name, device)
-        self.scaler = _ScalerOfParts(device.type, holding) if name == "fp16" else None
-        self.is_unscaled = False
-        """Whether the gradients of the step under way have their true size again."""
-        self.overflows: list[Tensor] = []
-        """Of the last update: whether a gradient overflowed, on each device."""
+        self.scaler = _Scaler(device.type, holding, together) if name == "fp16" else None
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss from which to go backward."""
@@ -39,18 +36,17 @@ class Precision:
         """Bring the gradients back to their true size, for clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-            self.is_unscaled = True
-            if self.together is not None:
-                _agree_overflow(self.scaler, optimizer, self.together)
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> Any:
         """What to call `step()` on: fp16 leaves out a step whose gradients overflowed, on all workers alike."""
-        return optimizer if self.scaler is None else _Scaled(self, self.scaler, optimizer)
+        if self.scaler is None:
+            return optimizer
+        return SimpleNamespace(optimizer=optimizer, step=partial(self.scaler.step_and_update, optimizer))
 
     @property
     def left_out(self) -> bool:
         """Whether the last update was left out, for its gradients overflowed. On a GPU the host waits for that."""
-        return any(bool(each) for each in self.overflows)
+        return self.scaler is not None and any(bool(each) for each in self.scaler.overflows)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, for snapshots."""
@@ -62,15 +58,38 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-class _ScalerOfParts(torch.amp.GradScaler):
+class _Scaler(torch.amp.GradScaler):
     """Looks at what this worker holds of each gradient: PyTorch's own takes no list of cut and entire ones.
 
     Where gradients lie on the host PyTorch's own begins to send the scale there, and multiplies before it has come.
     """
 
-    def __init__(self, device_type: str, holding: Holding) -> None:
+    def __init__(self, device_type: str, holding: Holding, together: Collectives | None) -> None:
         super().__init__(device_type)
-        self.holding = holding
+        self.holding, self.together = holding, together
+        self.overflows: list[Tensor] = []
+        """Of the last update: whether a gradient overflowed, on each device."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide by the scale; then all workers `together` know that a gradient of one of them overflowed."""
+        super().unscale_(optimizer)
+        if self.together is None:
+            return
+        here = self.together.device
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        own = sum((each.to(here).reshape(()) for each in found.values()), torch.zeros((), device=here))
+        overflowed = self.together.all_reduce(own).clamp(max=1.0)
+        for device in [*found] or [here]:  # a worker that holds nothing of it has looked at nothing
+            found[device] = overflowed.to(device)
+
+    def step_and_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step `optimizer`, unless a gradient overflowed; and choose the scale of the next step."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if self.together is not None and state["stage"] is OptState.READY:  # a fused kernel would look here alone
+            self.unscale_(optimizer)
+        self.step(optimizer)
+        self.overflows = list(state["found_inf_per_device"].values())
+        self.update()
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -87,28 +106,3 @@ class _ScalerOfParts(torch.amp.GradScaler):
         shard = self.holding.local(parameter)
         shard.grad = None if parameter.grad is None else self.holding.local(parameter.grad)
         return shard
-
-
-class _Scaled:
-    def __init__(self, precision: Precision, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        self.precision, self.scaler, self.optimizer = precision, scaler, optimizer
-
-    def step(self) -> None:
-        if self.precision.together is not None and not self.precision.is_unscaled:
-            self.precision.unscale(self.optimizer)
-        self.precision.is_unscaled = False
-        self.scaler.step(self.optimizer)
-        found = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-        self.precision.overflows = list(found.values())
-        self.scaler.update()
-
-
-def _agree_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, together: Collectives) -> None:
-    """Have the scaler know on all workers that the gradient of one of them overflowed."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    own = torch.zeros((), device=together.device)
-    for each in found.values():
-        own += each.to(together.device).reshape(())
-    overflowed = together.all_reduce(own).clamp(max=1.0)
-    for device in [*found] or [together.device]:  # a worker that holds nothing of it has looked at nothing
-        found[device] = overflowed.to(device)

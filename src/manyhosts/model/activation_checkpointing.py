@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import copyreg
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,7 +36,7 @@ from manyhosts.config.settings import ActivationCheckpointing, Settings
 from manyhosts.data import randomness
 from manyhosts.device import is_asynchronous
 from manyhosts.errors import ConfigError
-from manyhosts.strategies.blocks import modules_of_layers, repeated_blocks
+from manyhosts.strategies.blocks import Blocks, modules_of_layers, repeated_blocks
 from manyhosts.strategies.uses import tensors_in
 
 _ROUNDING = 1e-2
@@ -62,8 +62,8 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
             module.__class__ = cast(type[Checkpointed], type(module)).plain
     if asked is None:
         return ""
-    blocks = repeated_blocks(model) if asked != "all" else modules_of_layers(model)
-    if not blocks:
+    chosen, count = chosen_blocks(model, asked)
+    if not chosen:
         raise ConfigError(
             f"activation_checkpointing is {asked!r}, but the model has no blocks: several modules of one class, each "
             "of several layers, in a ModuleList or Sequential"
@@ -72,15 +72,24 @@ def checkpoint_blocks(model: nn.Module, asked: ActivationCheckpointing, *, compi
             fix="put the layers into modules of their own, or leave it out"
             + (', or try "all", which takes every module of several layers' if asked != "all" else ""),
         )
-    # The first ones: when their turn comes in the backward pass, what the last ones kept is free again.
-    chosen = blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks
     for name, block in chosen:
         _check(name, block)
         _names[block] = name
         _called.discard(block)
         _changing.pop(block, None)
-        block.__class__ = _checkpointed(type(block), compiled)
-    return f"{len(chosen)} of {len(blocks)} blocks, {_few([name for name, _ in chosen])}"
+        block.__class__ = _checkpointed(type(block), compiled)  # type: ignore[arg-type]  # mypy: no class is hashable
+    return f"{len(chosen)} of {count} blocks, {_few([name for name, _ in chosen])}"
+
+
+def chosen_blocks(model: nn.Module, asked: ActivationCheckpointing) -> tuple[Blocks, int]:
+    """The blocks of `model` that are computed again, and of how many.
+
+    They are the first ones: when their turn comes in the backward pass, what the last ones kept is free again.
+    """
+    if asked is None:
+        return [], 0
+    blocks = modules_of_layers(model) if asked == "all" else repeated_blocks(model)
+    return blocks[: math.ceil(asked * len(blocks))] if isinstance(asked, int | float) else blocks, len(blocks)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -95,17 +104,16 @@ def uncalled(model: nn.Module) -> list[str]:
 
 def _check(name: str, block: nn.Module) -> None:
     """Raise ConfigError where the class of `block` does not say what it computes."""
-    if isinstance(block, torch.jit.ScriptModule):
-        what = "is TorchScript"
-    elif "forward" in vars(block):
-        what = "has a forward of its own, besides that of its class"
-    else:
-        return
-    raise ConfigError(
-        f"the block {name} ({type(block).__name__}) {what}, and cannot be computed again",
-        where="activation_checkpointing",
-        fix="give it as a plain module, or leave activation_checkpointing out",
-    )
+    for is_so, what in (
+        (isinstance(block, torch.jit.ScriptModule), "is TorchScript"),
+        ("forward" in vars(block), "has a forward of its own, besides that of its class"),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"the block {name} ({type(block).__name__}) {what}, and cannot be computed again",
+                where="activation_checkpointing",
+                fix="give it as a plain module, or leave activation_checkpointing out",
+            )
 
 
 class Checkpointed:
@@ -124,7 +132,12 @@ class Checkpointed:
         _called.add(block)
         call = _Call(block, self.compute, [*args, *kwargs.values()])
         return checkpoint(
-            call, *args, use_reentrant=False, early_stop=not call.compares, context_fn=call.contexts, **kwargs
+            call,
+            *args,
+            use_reentrant=False,
+            early_stop=not call.compares,
+            context_fn=lambda: (nullcontext(), call.again()),
+            **kwargs,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -132,16 +145,12 @@ class Checkpointed:
         return (copyreg._reconstructor, (self.plain, object, None), *reduced[2:])  # type: ignore[attr-defined]
 
 
-_CLASSES: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-
-
+@cache
 def _checkpointed(kind: type[nn.Module], compiled: bool) -> type[nn.Module]:
     """The class in place of `kind`."""
-    if (kind, compiled) not in _CLASSES:
-        compute = torch.compile(kind.forward) if compiled else kind.forward
-        words = {"plain": kind, "compute": compute, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _CLASSES[kind, compiled] = type(kind.__name__, (Checkpointed, kind), words)
-    return _CLASSES[kind, compiled]
+    compute = torch.compile(kind.forward) if compiled else kind.forward
+    words = {"plain": kind, "compute": compute, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Checkpointed, kind), words)
 
 
 class _Call:
@@ -157,40 +166,35 @@ class _Call:
         """The buffers that forward passes change, by name: copies of what they were before the first one."""
         self.output: list[Tensor] | None = None
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What the first and what the second forward pass run in."""
-        return nullcontext(), self._again()
-
     @contextmanager
-    def _again(self) -> Iterator[None]:
-        slots = _slots(self.block)
-        now = {name: slots[name].tensor for name in self.before}
+    def again(self) -> Iterator[None]:
+        """What the second forward pass runs in."""
+        now = {name: self.block.get_buffer(name) for name in self.before}
         try:
-            for name, tensor in self.before.items():
-                slots[name].put(tensor)
+            _put(self.block, self.before)
             with randomness.replayed(self.generators):
                 yield
         finally:
-            for name, tensor in now.items():
-                slots[name].put(tensor)
+            _put(self.block, now)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the block."""
         return self._first(*args, **kwargs) if self.output is None else self._second(*args, **kwargs)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        slots, known = _slots(self.block), _changing.get(self.block)
-        seen = {name: (slot.tensor, slot.tensor._version) for name, slot in slots.items()}
-        before = {name: slots[name].tensor.clone() for name in (slots if known is None else known)}
+        known, get = _changing.get(self.block), self.block.get_buffer
+        buffers = self.block.named_buffers(remove_duplicate=False)  # by every name under which a module has them
+        seen = {name: (tensor, tensor._version) for name, tensor in buffers}
+        before = {name: seen[name][0].clone() for name in (seen if known is None else known)}
         output = self.compute(*args, **kwargs)
         self._check_inputs()
         changed = {
             name for name, (tensor, version) in seen.items()
-            if slots[name].tensor is not tensor or tensor._version != version
+            if get(name) is not tensor or tensor._version != version
         }  # fmt: skip
         if known is None:
             # PyTorch's own layers change running values without a word, which then may be what they were by chance.
-            changed |= {name for name, slot in slots.items() if slot.runs or not _alike(slot.tensor, before[name])}
+            runs = {name for name in seen if isinstance(_holder(self.block, name), _NormBase)}
+            changed |= runs | {name for name, copy in before.items() if not _alike(get(name), copy)}
         elif late := sorted(changed - known):
             raise self._error(
                 f"cannot be computed again: it changes its buffer {late[0]}, which it did not in its first pass",
@@ -231,31 +235,15 @@ class _Call:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a module keeps a buffer."""
-
-    holder: dict[str, Tensor | None]
-    key: str
-    runs: bool
-    """Whether it is a running value of a layer of PyTorch's."""
-
-    @property
-    def tensor(self) -> Tensor:
-        return cast(Tensor, self.holder[self.key])
-
-    def put(self, tensor: Tensor) -> None:
-        self.holder[self.key] = tensor
+def _holder(block: nn.Module, name: str) -> nn.Module:
+    """The module in `block` that has the buffer called `name`."""
+    return block.get_submodule(name.rpartition(".")[0])
 
 
-def _slots(block: nn.Module) -> dict[str, _Slot]:
-    """Of every buffer in `block`, by its name."""
-    return {
-        f"{prefix}.{key}" if prefix else key: _Slot(module._buffers, key, isinstance(module, _NormBase))
-        for prefix, module in block.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    }
+def _put(block: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Have `block` hold these, by name, and tell no one who listens to new buffers."""
+    for name, tensor in buffers.items():
+        _holder(block, name)._buffers[name.rpartition(".")[2]] = tensor
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

@@ -34,21 +34,37 @@ from manyhosts.strategies.table import STRATEGIES
 R = TypeVar("R", Best, EarlyStopping)
 Forward = Callable[[nn.Module, Any], Any]
 """Shows a batch to a model."""
-_TO_CALL = {
-    "model": "a module, or a function that makes one: model=lambda: ConvNet()",
-    "loss": "a function of outputs and targets: loss=nn.CrossEntropyLoss()",
-    "step": "a function of the model and a batch that returns the loss: step=function(model, batch)",
-    "schedule": "a function of the optimizer: schedule=lambda optimizer: StepLR(optimizer, step_size=1000)",
-    "optimizer": "a function of a list of parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1), or "
-    "torch.optim.AdamW(params, lr=1e-3)",
+_CALLED: dict[str, tuple[Sequence[str] | None, str]] = {
+    "model": (None, "a module, or a function that makes one: model=lambda: ConvNet()"),
+    "loss": (["outputs", "targets"], "a function of outputs and targets: loss=nn.CrossEntropyLoss()"),
+    "step": (
+        ["model", "batch"],
+        "a function of the model and a batch that returns the loss: step=function(model, batch)",
+    ),
+    "optimizer": (
+        ["parameters"],
+        "a function of a list of parameters: optimizer=lambda params: torch.optim.SGD(params, lr=0.1), or "
+        "torch.optim.AdamW(params, lr=1e-3)",
+    ),
+    "schedule": (
+        ["optimizer"],
+        "a function of the optimizer: schedule=lambda optimizer: StepLR(optimizer, step_size=1000)",
+    ),
 }
-_GIVEN = {
-    "loss": ("outputs", "targets"),
-    "step": ("model", "batch"),
-    "schedule": ("optimizer",),
-    "optimizer": ("parameters",),
-}
-"""What each is called with."""
+"""What each is called with, and what to give for it."""
+Refusal = tuple[bool, str, str, str]
+"""Whether it is so; what, where, and what to do."""
+
+
+def refuse(refusals: Iterable[Refusal]) -> None:
+    """See that nothing of this is so.
+
+    Raises:
+        ConfigError: something is; of several the first.
+    """
+    for is_so, what, where, fix in refusals:
+        if is_so:
+            raise ConfigError(what, where=where, fix=fix)
 
 
 def check_is_main() -> None:
@@ -73,48 +89,62 @@ def check_given(
     Raises:
         ConfigError: it is something else, named with what to write.
     """
-    if (loss is None) == (step is None):
-        raise ConfigError(
-            "both loss and step are given" if loss is not None else "neither loss nor step is given",
-            where="mh.Trainer(…)",
-            fix="give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
-        )
-    if not isinstance(data, Data):
-        raise ConfigError(
-            f"data is a {type(data).__name__}",
-            where="mh.Trainer(data=…)",
-            fix="write data=mh.Data(train=train_set, batch_size=64), with datasets: it makes the batches itself",
-        )
-    if isinstance(loss, type):
-        name = loss.__name__
-        raise ConfigError(
-            f"the loss is the class {name}, which makes losses", where="mh.Trainer(loss=…)", fix=f"write loss={name}()"
-        )
+    own = getattr(loss, "__name__", "")
+    refuse(
+        [
+            (
+                (loss is None) == (step is None),
+                "both loss and step are given" if loss is not None else "neither loss nor step is given",
+                "mh.Trainer(…)",
+                "give loss=nn.CrossEntropyLoss() for (inputs, targets) batches, else step=function(model, batch)",
+            ),
+            (
+                not isinstance(data, Data),
+                f"data is a {type(data).__name__}",
+                "mh.Trainer(data=…)",
+                "write data=mh.Data(train=train_set, batch_size=64), with datasets: it makes the batches itself",
+            ),
+            (
+                isinstance(loss, type),
+                f"the loss is the class {own}, which makes losses",
+                "mh.Trainer(loss=…)",
+                f"write loss={own}()",
+            ),
+        ]
+    )
     check_maker(model, "the model", where="mh.Trainer(model=…)", write="model=lambda: ")
-    if isinstance(optimizer, Optimizer):
-        kind, rate = _named(type(optimizer), "torch.optim"), optimizer.param_groups[0].get("lr")
-        given = f", lr={rate:g}" if isinstance(rate, float | int) else ""
-        raise ConfigError(
-            f"optimizer is the {type(optimizer).__name__} of a model, made before the workers share the model",
-            where="mh.Trainer(optimizer=…)",
-            fix=f"write optimizer=lambda params: {kind}(params{given})",
-        )
-    if isinstance(schedule, LRScheduler):
-        name = _named(type(schedule), "torch.optim.lr_scheduler")
-        raise ConfigError(
-            f"the schedule is a {type(schedule).__name__} of an optimizer that is not the run's",
-            where="mh.Trainer(schedule=…)",
-            fix=f"write schedule=lambda optimizer: {name}(optimizer, …)",
-        )
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(
-            f"metrics is a {type(metrics).__name__}, and each metric needs a name",
-            where="mh.Trainer(metrics=…)",
-            fix='write metrics={"all": …}: its members keep the names that they have in it'
-            if type(metrics).__name__ == "MetricCollection"
-            else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
-        )
-    _see_that_called(model=model, loss=loss, step=step, optimizer=optimizer, schedule=schedule)
+    rate = optimizer.param_groups[0].get("lr") if isinstance(optimizer, Optimizer) else None
+    given = f", lr={rate:g}" if isinstance(rate, float | int) else ""
+    refuse(
+        [
+            (
+                isinstance(optimizer, Optimizer),
+                f"optimizer is the {type(optimizer).__name__} of a model, made before the workers share the model",
+                "mh.Trainer(optimizer=…)",
+                f"write optimizer=lambda params: {_named(type(optimizer), 'torch.optim')}(params{given})",
+            ),
+            (
+                isinstance(schedule, LRScheduler),
+                f"the schedule is a {type(schedule).__name__} of an optimizer that is not the run's",
+                "mh.Trainer(schedule=…)",
+                f"write schedule=lambda optimizer: {_named(type(schedule), 'torch.optim.lr_scheduler')}(optimizer, …)",
+            ),
+            (
+                not isinstance(metrics, Mapping | None),
+                f"metrics is a {type(metrics).__name__}, and each metric needs a name",
+                "mh.Trainer(metrics=…)",
+                'write metrics={"all": …}: its members keep the names that they have in it'
+                if type(metrics).__name__ == "MetricCollection"
+                else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
+            ),
+            (model is None, "the model is None", "mh.Trainer(model=…)", f"give {_CALLED['model'][1]}"),
+        ]
+    )
+    functions = {"model": model, "loss": loss, "step": step, "optimizer": optimizer, "schedule": schedule}
+    for name, function in functions.items():
+        arguments, fix = _CALLED[name]
+        if function is not None or name == "optimizer":  # the others may be left out
+            check_called(name, function, arguments, where=f"mh.Trainer({name}=…)", fix=f"give {fix}")
     if callable(listeners) or not isinstance(listeners, Iterable) or not all(callable(each) for each in listeners):
         kind = "a function" if callable(listeners) else f"{listeners!r}"
         raise ConfigError(
@@ -137,14 +167,6 @@ def check_maker(model: Any, called: str, *, where: str, write: str) -> None:
         )
 
 
-def _see_that_called(*, model: Any, **others: Any) -> None:
-    if model is None:
-        raise ConfigError("the model is None", where="mh.Trainer(model=…)", fix=f"give {_TO_CALL['model']}")
-    for name, function in {"model": model, **others}.items():
-        if function is not None or name == "optimizer":  # the others may be left out
-            check_called(name, function, _GIVEN.get(name), where=f"mh.Trainer({name}=…)", fix=f"give {_TO_CALL[name]}")
-
-
 def check_called(name: str, function: Any, given: Sequence[str] | None, *, where: str, fix: str) -> None:
     """See that `function`, which messages call `name`, can be called with arguments as `given`; None: with any.
 
@@ -156,15 +178,19 @@ def check_called(name: str, function: Any, given: Sequence[str] | None, *, where
     if given is None:
         return
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: it will say so itself
-        return
-    try:
-        signature.bind(*given)
+        _signature(function).bind(*given)
     except TypeError as cause:
         own = getattr(function, "__name__", type(function).__name__)
         what = f"{name} is called with ({', '.join(given)}), and {own} takes other arguments: {cause}"
         raise ConfigError(what, where=where, fix=fix) from None
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """That of `function`; of one that is written in C, and will say itself what it lacks, one that takes anything."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *_, **__: None)
 
 
 def check_callbacks(callbacks: Callbacks) -> None:
@@ -175,8 +201,13 @@ def check_callbacks(callbacks: Callbacks) -> None:
     """
     for name, each in callbacks.by_name.items():
         for point in POINTS:
-            what, fix = f"{point} of callback {name!r}", f"write def {point}(self, moment)"
-            check_called(what, getattr(each, point), ["moment"], where="mh.Trainer(callbacks=…)", fix=fix)
+            check_called(
+                f"{point} of callback {name!r}",
+                getattr(each, point),
+                ["moment"],
+                where="mh.Trainer(callbacks=…)",
+                fix=f"write def {point}(self, moment)",
+            )
 
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
@@ -190,19 +221,23 @@ def check_unwrapped(model: nn.Module) -> None:
         ConfigError: a module does.
     """
     kinds = {kind.__name__ for each in model.modules() for kind in type(each).__mro__}
-    where = "mh.Trainer(model=…)"
-    if wrappers := sorted(kinds & _WRAPPERS):
-        raise ConfigError(
-            f"the model is wrapped in {wrappers[0]}, which exchanges gradients or parts by itself",
-            where=where,
-            fix="give the module itself: how workers share its training is said by strategy=",
-        )
-    if "FSDPModule" in kinds:
-        raise ConfigError(
-            "the model is in parts already, by PyTorch's fully_shard or by an earlier trainer",
-            where=where,
-            fix="make a new one, model=lambda: Net(); init_from= gives it the weights of an earlier run",
-        )
+    wrapper = min(kinds & _WRAPPERS, default="")
+    refuse(
+        [
+            (
+                bool(wrapper),
+                f"the model is wrapped in {wrapper}, which exchanges gradients or parts by itself",
+                "mh.Trainer(model=…)",
+                "give the module itself: how workers share its training is said by strategy=",
+            ),
+            (
+                "FSDPModule" in kinds,
+                "the model is in parts already, by PyTorch's fully_shard or by an earlier trainer",
+                "mh.Trainer(model=…)",
+                "make a new one, model=lambda: Net(); init_from= gives it the weights of an earlier run",
+            ),
+        ]
+    )
 
 
 def with_direction(settings: Settings, data: Data, metrics: Mapping[str, Any]) -> Settings:
@@ -260,10 +295,7 @@ def _named(kind: type, module: str) -> str:
 
 def _lacking(function: Callable[..., Any]) -> str:
     """The names of the arguments that `function` has no values for when it is given none; empty where it has all."""
-    try:
-        known = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C: it will say so itself
-        return ""
+    known = _signature(function).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(each.name for each in known if each.default is inspect.Parameter.empty and each.kind not in kinds)
 
@@ -287,13 +319,12 @@ def make_complete(model: nn.Module, data: Data, forward: Forward, *, seed: int) 
             fix="run the model once on a batch of yours before it is given to the trainer",
         )
     fetcher = Fetcher(data.train, seed=seed, name="train", collate=data.collate)
-    samples = min(2, len(cast(Any, data.train)))
-    training = model.training
+    training, device = model.training, next(model.parameters()).device
     with randomness.kept():
-        batch = fetcher(0, np.arange(samples, dtype=np.int64))
+        batch = fetcher(0, np.arange(min(2, len(cast(Any, data.train))), dtype=np.int64))
         randomness.seed_all(seed, randomness.MODEL)
         model.eval()
-        forward(model, mapped(batch, _on(model)))
+        forward(model, mapped(batch, lambda tensor: tensor.to(device)))
     model.train(training)
     if is_lazy(model):
         raise ConfigError(
@@ -301,11 +332,6 @@ def make_complete(model: nn.Module, data: Data, forward: Forward, *, seed: int) 
             where="mh.Trainer(model=…)",
             fix="give these layers their shapes, or take them out",
         )
-
-
-def _on(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    device = next(model.parameters()).device
-    return lambda tensor: tensor.to(device)
 
 
 def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
@@ -317,23 +343,26 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
         ConfigError: one cannot.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_inference():
-            raise ConfigError(
-                f"{name} was made within torch.inference_mode(), and no one can see what a forward pass writes "
-                "into such a tensor",
-                where="mh.Trainer(model=…)",
-                fix="make it under torch.no_grad(), or give a clone() of it",
-            )
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            raise ConfigError(
-                f"{name} is a {kind} tensor, which workers cannot send each other",
-                where="mh.Trainer(model=…)",
-                fix="keep it as a dense tensor, and make the other of it in forward",
-            )
-    for name, module in model.named_modules():
-        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        if is_sparse and module.weight.requires_grad and not takes_sparse:
+        refuse(
+            [
+                (
+                    tensor.is_inference(),
+                    f"{name} was made within torch.inference_mode(), and no one can see what a forward pass writes "
+                    "into such a tensor",
+                    "mh.Trainer(model=…)",
+                    "make it under torch.no_grad(), or give a clone() of it",
+                ),
+                (
+                    kind != "strided",
+                    f"{name} is a {kind} tensor, which workers cannot send each other",
+                    "mh.Trainer(model=…)",
+                    "keep it as a dense tensor, and make the other of it in forward",
+                ),
+            ]
+        )
+    for name, module in _embeddings(model):
+        if module.sparse and module.weight.requires_grad and not takes_sparse:
             takers = [each for each in STRATEGIES.own if STRATEGIES.load(each).traits.takes_sparse_gradients]
             raise ConfigError(
                 f"the embedding {name!r} gives sparse gradients, and workers sum dense ones",
@@ -341,24 +370,28 @@ def check_tensors(model: nn.Module, *, takes_sparse: bool = False) -> None:
                 fix="leave sparse=True out, and take Adam or SGD in place of SparseAdam; or choose "
                 f"strategy={' or '.join(map(repr, takers))}",
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ConfigError(
-                f"the embedding {name!r} has max_norm: its forward pass writes into its weight, on each worker by its "
-                "own samples",
-                where="mh.Trainer(model=…)",
-                fix="leave max_norm out, and scale in forward what the embedding gives",
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
-            raise ConfigError(
-                f"the embedding {name!r} has scale_grad_by_freq: its gradient is divided by how often an index is in "
-                "a forward pass, which sees a part of the batch",
-                where="mh.Trainer(model=…)",
-                fix="leave scale_grad_by_freq out",
-            )
+        refuse(
+            [
+                (
+                    module.max_norm is not None,
+                    f"the embedding {name!r} has max_norm: its forward pass writes into its weight, on each worker by "
+                    "its own samples",
+                    "mh.Trainer(model=…)",
+                    "leave max_norm out, and scale in forward what the embedding gives",
+                ),
+                (
+                    module.scale_grad_by_freq,
+                    f"the embedding {name!r} has scale_grad_by_freq: its gradient is divided by how often an index is "
+                    "in a forward pass, which sees a part of the batch",
+                    "mh.Trainer(model=…)",
+                    "leave scale_grad_by_freq out",
+                ),
+            ]
+        )
 
 
-_OF_FULL_MATRICES = ("Adafactor",)
-"""Classes of optimizers that take means over the rows and columns of a matrix, by name: several packages have them."""
+def _embeddings(model: nn.Module) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
 
 
 def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: bool, takes_sparse: bool = False) -> None:
@@ -368,16 +401,15 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: boo
         ConfigError: it computes the loss itself, wants sparse gradients, or all of a matrix that workers share; or
             it is made for other steps than these.
     """
-    kind = next((each.__name__ for each in type(optimizer).__mro__ if each.__name__ in _OF_FULL_MATRICES), None)
-    if kind is not None and not holds_full_model:
+    # It takes means over the rows and columns of a matrix. By its name, for several packages have it.
+    if not holds_full_model and any(each.__name__ == "Adafactor" for each in type(optimizer).__mro__):
         raise ConfigError(
-            f"{kind} looks at full rows and columns of each matrix, of which a worker holds a part here",
+            "Adafactor looks at full rows and columns of each matrix, of which a worker holds a part here",
             where="mh.Trainer(optimizer=…, strategy=…)",
             fix="choose an optimizer that treats each number alone, such as AdamW, or strategy='ddp'",
         )
     for group in optimizer.param_groups:
-        cut = {type(each.data) for each in group["params"]}
-        if group.get("foreach") and len(cut) > 1:
+        if group.get("foreach") and len({type(each.data) for each in group["params"]}) > 1:
             raise ConfigError(
                 f"{type(optimizer).__name__} is made with foreach=True, which steps all in one call, and here some "
                 "of them lie in parts and others do not",
@@ -385,14 +417,16 @@ def check_optimizer(optimizer: Optimizer, world: World, *, holds_full_model: boo
                 fix="leave foreach out",
             )
         is_on_gpu = all(is_asynchronous(each.device) for each in group["params"])
-        if group.get("differentiable") or (group.get("capturable") and not is_on_gpu):
-            option = "differentiable" if group.get("differentiable") else "capturable"
-            raise ConfigError(
-                f"{type(optimizer).__name__} is made with {option}=True, which "
-                + ("is for steps that are themselves differentiated" if option == "differentiable" else "takes a GPU"),
-                where="mh.Trainer(optimizer=…)",
-                fix=f"leave {option} out",
-            )
+        for option, reason, goes in (
+            ("differentiable", "is for steps that are themselves differentiated", False),
+            ("capturable", "takes a GPU", is_on_gpu),
+        ):
+            if group.get(option) and not goes:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} is made with {option}=True, which {reason}",
+                    where="mh.Trainer(optimizer=…)",
+                    fix=f"leave {option} out",
+                )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     wants_closure = closure is not None and closure.default is inspect.Parameter.empty
     if wants_closure or hasattr(optimizer, "first_step"):  # those of Sharpness-Aware Minimization take two
@@ -414,24 +448,27 @@ def check_own_steps(optimizer: Optimizer, strategy: Any, notes: list[str]) -> No
     """
     kind, where = type(optimizer).__name__, f"strategy={strategy.name!r}"
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks and strategy.serves:
-        raise ConfigError(
-            f"{kind} has a hook on its step, and the tensors that are stepped are not the model's own",
-            where=where,
-            fix='do it in a callback (after_step), or choose strategy="ddp"',
-        )
+    inner = next((type(each).__name__ for each in vars(optimizer).values() if isinstance(each, Optimizer)), "")
+    refuse(
+        [
+            (
+                bool(hooks) and strategy.serves,
+                f"{kind} has a hook on its step, and the tensors that are stepped are not the model's own",
+                where,
+                'do it in a callback (after_step), or choose strategy="ddp"',
+            ),
+            (
+                bool(inner) and strategy.serves,
+                f"{kind} steps by a {inner} inside it, which has the model's tensors and not those that are served",
+                where,
+                f'give the {inner} itself, or choose strategy="ddp"',
+            ),
+        ]
+    )
     if hooks and strategy.steps_some:
         notes.append(
             f"{kind} has a hook on its step, which sees the tensors of this worker alone: what it takes over several "
             "of them (a norm, say) is of these; clip_gradients= sees all"
-        )
-    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    if inner and strategy.serves:
-        raise ConfigError(
-            f"{kind} steps by a {type(inner[0]).__name__} inside it, which has the model's tensors and not those that "
-            "are served",
-            where=where,
-            fix=f'give the {type(inner[0]).__name__} itself, or choose strategy="ddp"',
         )
 
 
@@ -457,11 +494,10 @@ def check_sparse(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: SGD would keep a sparse momentum.
     """
-    several = each_of(optimizer).values()
-    keeps = [g for each in several if isinstance(each, torch.optim.SGD) for g in each.param_groups if g["momentum"]]
-    known = {id(parameter) for group in keeps for parameter in group["params"]}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and id(module.weight) in known:
+    sgd = [each for each in each_of(optimizer).values() if isinstance(each, torch.optim.SGD)]
+    known = {id(p) for each in sgd for group in each.param_groups if group["momentum"] for p in group["params"]}
+    for name, module in _embeddings(model):
+        if module.sparse and id(module.weight) in known:
             raise ConfigError(
                 f"the embedding {name!r} gives sparse gradients, of which SGD's momentum is a sparse tensor that no "
                 "snapshot can keep",
@@ -509,22 +545,25 @@ def make_schedule(make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
     """
     made = make(optimizer)
     lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(made, name)]
-    if lacking:
-        raise ConfigError(
-            f"the schedule is a {type(made).__name__} without {lacking[0]}()",
-            where="mh.Trainer(schedule=…)",
-            fix="derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
-        )
     own = getattr(made, "optimizer", None)
-    ids = {id(group) for group in optimizer.param_groups}
     within = [optimizer, *(each for each in vars(optimizer).values() if isinstance(each, Optimizer))]  # a Lookahead
-    is_own = any(own is each for each in within)
-    if isinstance(own, Optimizer) and not is_own and not any(id(group) in ids for group in own.param_groups):
-        raise ConfigError(
-            f"the schedule is a {type(made).__name__} of another optimizer, so it would never move this one's rate",
-            where="mh.Trainer(schedule=…)",
-            fix="make it of what the function is given: schedule=lambda optimizer: StepLR(optimizer, 10), say",
-        )
+    known = {*map(id, within), *map(id, optimizer.param_groups)}
+    refuse(
+        [
+            (
+                bool(lacking),
+                f"the schedule is a {type(made).__name__} without {''.join(lacking[:1])}()",
+                "mh.Trainer(schedule=…)",
+                "derive it from torch.optim.lr_scheduler.LRScheduler, or use LambdaLR with a function of the step",
+            ),
+            (
+                isinstance(own, Optimizer) and known.isdisjoint(map(id, [own, *own.param_groups])),
+                f"the schedule is a {type(made).__name__} of another optimizer, so it would never move this one's rate",
+                "mh.Trainer(schedule=…)",
+                "make it of what the function is given: schedule=lambda optimizer: StepLR(optimizer, 10), say",
+            ),
+        ]
+    )
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -40,9 +41,8 @@ class Parameters(list[nn.Parameter]):
 
     def with_shapes_alone(self) -> Parameters:
         """As many parameters of the same shapes, names and kinds, on the meta device."""
-        made = Parameters((), nn.Module(), {})
-        made.extend(nn.Parameter(torch.empty_like(each, device="meta")) for each in self)
-        made.names, made.kinds, made.options = self.names, self.kinds, self.options
+        made = copy.copy(self)
+        made[:] = [nn.Parameter(torch.empty_like(each, device="meta")) for each in self]
         return made
 
 
@@ -113,8 +113,11 @@ def check_options(params: Sequence[nn.Parameter], optimizer: Optimizer, notes: l
     for option in sorted(getattr(params, "options", set()) - known.keys()) if known else ():
         meant = f"did you mean {_SLIPS[option]!r}? " if option in _SLIPS else nearest(option, [*known])
         if meant:
-            what = f"{kind} has no option {option!r}, and would not read it"
-            raise ConfigError(what, where="mh.groups(…)", fix=f"{meant}it has {', '.join(known)}")
+            raise ConfigError(
+                f"{kind} has no option {option!r}, and would not read it",
+                where="mh.groups(…)",
+                fix=f"{meant}it has {', '.join(known)}",
+            )
         notes.append(f"{kind} does not read the option {option!r} that mh.groups gives it")
     for number, group in enumerate(optimizer.param_groups):
         if not isinstance(rate := group.get("lr"), Real | Tensor):

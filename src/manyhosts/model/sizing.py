@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,7 @@ class HeldBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
-        self.now = 0
-        self.most = 0
+        self.now = self.most = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,11 +71,10 @@ class HeldBytes(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         place, size = storage._cdata, storage.nbytes()
-        if place in self._known:
-            return
-        self._known.add(place)
-        self.now += size
-        weakref.finalize(storage, self._gone, place, size).atexit = False
+        if place not in self._known:
+            self._known.add(place)
+            self.now += size
+            weakref.finalize(storage, self._gone, place, size).atexit = False
 
     def _gone(self, place: int, size: int) -> None:
         self._known.discard(place)  # another one may come to lie there
@@ -131,18 +129,17 @@ def pass_bytes(
             fake = mapped(batch, lambda tensor: torch.empty_like(tensor, device=device))
             watched.now = 0
             always = {id(each) for each in chosen(model)}
-            with _watched([*again(model), *chosen(model)], watched) as blocks:
-                loss = values(model, fake)["loss"]
+            leaves = _watched({*again(model), *chosen(model)}, watched)
+            loss = values(model, fake)["loss"]
+            freed = dict(leaves)  # a model that computes itself again calls its blocks in the backward pass, too
             kept = watched.most = watched.now
             with gradients_let_go(model):
                 loss.backward()
             del loss
     except Exception as cause:  # anything in a user's forward pass may want a value
         raise Unknown(_words(cause)) from cause
-    freed = {place: block.freed for place, block in blocks.items()}
-    plain = kept - _saved([bytes_ for place, bytes_ in freed.items() if place in always])
     return PassBytes(
-        activations=plain,
+        activations=kept - _saved([size for block, size in freed.items() if block in always]),
         backward=max(0, watched.most - kept),
         checkpointed=kept - _saved(list(freed.values())) if freed and not always else None,
     )
@@ -156,13 +153,10 @@ def _saved(freed: Sequence[int]) -> int:
 @contextmanager
 def gradients_let_go(model: nn.Module) -> Iterator[None]:
     """Within, each gradient is forgotten when it is there, as if it had its place elsewhere."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [parameter.register_post_accumulate_grad_hook(_forget) for parameter in trained]
-    try:
+    with ExitStack() as hooks:
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            hooks.callback(parameter.register_post_accumulate_grad_hook(_forget).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _forget(parameter: Tensor) -> None:
@@ -176,44 +170,27 @@ def _without_memory(trained: nn.Module, device: torch.device) -> tuple[nn.Module
         shape = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
         is_parameter = isinstance(each, nn.Parameter)
         tensors[id(each)] = nn.Parameter(shape, requires_grad=each.requires_grad) if is_parameter else shape
-    model = copy.deepcopy(trained, dict(tensors))
-    model.train()
-    return model, list(tensors.values())
+    return copy.deepcopy(trained, dict(tensors)).train(), list(tensors.values())
 
 
-@dataclass(slots=True)
-class _Block:
-    """A block, while the model is computed."""
+def _watched(modules: set[nn.Module], watched: HeldBytes) -> dict[int, int]:
+    """By the `id` of each, the bytes that its forward passes from now on leave in memory beyond their output: what
+    computing it again makes free.
+    """
+    before, freed = dict[int, int](), {id(each): 0 for each in modules}
 
-    before: int = 0
-    freed: int = 0
-    """Bytes that it leaves in memory beyond its output: what computing it again makes free."""
+    def enter(module: nn.Module, inputs: Any) -> None:
+        before[id(module)] = watched.now
 
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = output if isinstance(output, list | tuple) else (output,)
+        own = sum(each.untyped_storage().nbytes() for each in outputs if isinstance(each, Tensor))
+        freed[id(module)] += max(0, watched.now - before[id(module)] - own)
 
-@contextmanager
-def _watched(modules: Sequence[nn.Module], watched: HeldBytes) -> Iterator[dict[int, _Block]]:
-    """Within, see what each of `modules` leaves in memory, by its identity."""
-    found: dict[int, _Block] = {}
-    hooks = []
     for module in modules:
-        if id(module) in found:
-            continue
-        block = found[id(module)] = _Block()
-
-        def enter(module: nn.Module, inputs: Any, block: _Block = block) -> None:
-            block.before = watched.now
-
-        def leave(module: nn.Module, inputs: Any, output: Any, block: _Block = block) -> None:
-            outputs = output if isinstance(output, list | tuple) else (output,)
-            own = sum(each.untyped_storage().nbytes() for each in outputs if isinstance(each, Tensor))
-            block.freed += max(0, watched.now - block.before - own)
-
-        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+    return freed
 
 
 def _words(cause: Exception) -> str:

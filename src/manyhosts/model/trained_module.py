@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +75,7 @@ def load_loss(module: nn.Module, kept: dict[str, Any]) -> None:
                 where="mh.Trainer(loss=…)",
                 fix="take back the change, or begin again in another folder (of a run: --run-dir)",
             )
-    if own:
-        assert isinstance(module, ModelAndLoss), "no other has a loss with a state"
+    if isinstance(module, ModelAndLoss) and own:
         module.loss.load_state_dict(kept)
 
 
@@ -99,16 +98,13 @@ def check_optimized(groups: list[dict[str, Any]], module: nn.Module, *, has_step
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             if id(parameter) not in known:
-                remedy = (
-                    "make it a part of the model, such as self.head, and let step reach it through the model"
-                    if has_step
-                    else "make it a part of the model, or of an nn.Module that is given as loss"
-                )
                 raise ConfigError(
                     f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that belongs "
                     f"neither to the model nor to the loss, so workers would disagree about it",
                     where="mh.Trainer(optimizer=…)",
-                    fix=remedy,
+                    fix="make it a part of the model, such as self.head, and let step reach it through the model"
+                    if has_step
+                    else "make it a part of the model, or of an nn.Module that is given as loss",
                 )
             if id(parameter) in seen:
                 raise twice(f"a parameter of shape {tuple(parameter.shape)} is in the optimizer twice")
@@ -123,11 +119,10 @@ def untrained(
     `all_of_them`: also those that `optimizer` has; else it may step them when they are thawed.
     """
     stepped = set() if all_of_them else {id(each) for group in optimizer.param_groups for each in group["params"]}
-    frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
     return {
         name: each
-        for name, each in frozen.items()
-        if id(each) not in stepped and name.removeprefix("model.") not in thawed
+        for name, each in module.named_parameters()
+        if not each.requires_grad and id(each) not in stepped and name.removeprefix("model.") not in thawed
     }
 
 
@@ -157,28 +152,25 @@ def twice(what: str) -> ConfigError:
     )
 
 
-_guarded: WeakSet[nn.Module] = WeakSet()
-"""Models that no one may call alone."""
-_called: WeakSet[nn.Module] = WeakSet()
-"""Of these, the ones that all workers call now, in the same order."""
+_guarded: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Of models that no one may call alone: within how many `collective_forward`s each is now."""
 
 
 class collective_forward:  # read as a verb: with called_by_all(model)
-    """Within, every worker calls `model` as often as this one."""
+    """Within, every worker calls `model` as often as this one, in the same order."""
 
-    __slots__ = ("_ends", "_model")
+    __slots__ = ("_model",)
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __enter__(self) -> None:
-        self._ends = self._model in _guarded and self._model not in _called
-        if self._ends:
-            _called.add(self._model)
+        if self._model in _guarded:
+            _guarded[self._model] += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._ends:
-            _called.discard(self._model)
+        if self._model in _guarded:
+            _guarded[self._model] -= 1
 
 
 @contextmanager
@@ -200,13 +192,13 @@ def in_evaluation(model: nn.Module, loss: object = None) -> Iterator[None]:
 
 def refuse_other_calls(model: nn.Module) -> None:
     """From now on a call of `model` from elsewhere ends in a sentence."""
-    _guarded.add(model)
+    _guarded[model] = 0
     # Before the hook that begins to gather: the others would take what it sends for something else.
     model.register_forward_pre_hook(torch.compiler.disable(_check), prepend=True)
 
 
 def _check(model: nn.Module, inputs: Any) -> None:
-    if model not in _called:
+    if not _guarded.get(model):
         raise ConfigError(
             "the model is called by the script itself, and its parts are gathered only where all workers call it in "
             "the same order",

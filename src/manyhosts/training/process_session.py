@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,8 @@ class ProcessSession:
         """Called with the `Trainer` by its `fit`, which goes no further: see `trained_script`."""
         self.in_step = False
         """Whether a step of a script's own loop is under way."""
-        self._trainers = 0
+        self.next_number = itertools.count(1).__next__
+        """That of a new trainer: each has a run directory of its own."""
         self._first_at: dict[str, int] = {}
         """Address for snapshots → the number of the trainer that had it first."""
         self._directories: dict[Path, Path] = {}
@@ -92,11 +94,6 @@ class ProcessSession:
         if self._calls is None or self._calls.world is not world:
             self._calls = CollectiveCalls(world)
         return self._calls
-
-    def next_number(self) -> int:
-        """That of a new trainer, from 1: each has a run directory of its own."""
-        self._trainers += 1
-        return self._trainers
 
     def is_first_at(self, address: str, number: int) -> bool:
         """Whether no other trainer than `number` has kept its snapshots at `address` before it."""

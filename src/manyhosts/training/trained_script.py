@@ -130,20 +130,15 @@ def open_run(
             fix="put it back: it makes the model that the weights belong to; what mh.launch.run was given has no "
             "script, and its model is kept by trainer.save in it",
         )
-    with (
-        ProcessSession.separate(),
-        _main_module_restored(),
-        _environment(record, strategy),
-    ):
-        reached = _stop_at_fit(_number(directory))
+    with ProcessSession.separate(), _as_started(record, strategy):
+        second = _SECOND_TRAINER.fullmatch(directory.path.name)
+        reached = _stop_at_fit(int(second[1]) if second else 1)
         sys.argv = [str(script), *record.arguments]
         module, folder = provenance.module_of(directory.path)
         sys.path[:0] = [folder] if module else []
         try:
             run_main(module or str(script), "module" if module else "script")
-        except _AtFit:
-            pass
-        except SystemExit as ended:
+        except (_AtFit, SystemExit) as ended:
             if not reached:
                 raise _without_fit(script) from ended
         if not reached:
@@ -185,32 +180,20 @@ def _stop_at_fit(number: int) -> list[Session]:
 
 
 @contextmanager
-def _main_module_restored() -> Iterator[None]:
+def _as_started(record: RunRecord, strategy: str) -> Iterator[None]:
+    """Within, a script may be run as if it were the command, and a trainer takes what the run was given on its command
+    line, but for what is for training alone. Afterwards all of that is as before.
+    """
     main, path, argv, original = sys.modules["__main__"], list(sys.path), sys.argv, sys.orig_argv
-    try:
-        yield
-    finally:
-        sys.modules["__main__"], sys.path[:], sys.argv, sys.orig_argv = main, path, argv, original
-
-
-@contextmanager
-def _environment(record: RunRecord, strategy: str) -> Iterator[None]:
-    """Within, a trainer takes what the run was given on its command line, but for what is for training alone."""
+    before = {name: os.environ[name] for name in [overrides.VARIABLE] if name in os.environ}
     kept = {key: str(value) for key in _KEPT if (value := record.settings.get(key)) is not None}
-    before = os.environ.get(overrides.VARIABLE)
     os.environ.update(overrides.to_environment({**kept, **_WITHOUT, "virtual_workers": "none", "strategy": strategy}))
     try:
         yield
     finally:
+        sys.modules["__main__"], sys.path[:], sys.argv, sys.orig_argv = main, path, argv, original
         os.environ.pop(overrides.VARIABLE, None)
-        if before is not None:
-            os.environ[overrides.VARIABLE] = before
-
-
-def _number(directory: RunDirectory) -> int:
-    """Which trainer of its script a run directory belongs to, from 1."""
-    found = _SECOND_TRAINER.fullmatch(directory.path.name)
-    return int(found[1]) if found else 1
+        os.environ.update(before)
 
 
 def _take(trainer: Session, path: Path) -> Loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -57,7 +58,8 @@ def test_model_without_repeated_blocks_is_compiled_whole(monkeypatch: pytest.Mon
 def test_block_that_is_computed_again_is_compiled_inside_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda function: inside.append(function) or function)
-    monkeypatch.setattr(activation_checkpointing, "_CLASSES", {})
+    fresh = functools.cache(activation_checkpointing._checkpointed.__wrapped__)
+    monkeypatch.setattr(activation_checkpointing, "_checkpointed", fresh)
     model = Transformer()
     checkpoint_blocks(model, 0.5, compiled=True)
     assert compiled(model, monkeypatch) == ["blocks.2"]

@@ -6,15 +6,16 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from manyhosts.callbacks.callback import Callbacks, Moment
 from manyhosts.communication.batch_norm import GlobalBatch, make_global
@@ -35,6 +36,7 @@ from manyhosts.loss.compute import ForwardPass, Loss, UserStep, pair
 from manyhosts.loss.precision import Precision
 from manyhosts.loss.weighing import Weighing, Weight
 from manyhosts.model.activation_checkpointing import prepare_blocks
+from manyhosts.model.combined_optimizer import each_of
 from manyhosts.model.frozen_base import FrozenBase
 from manyhosts.model.model_checks import (
     check_kept,
@@ -49,6 +51,7 @@ from manyhosts.model.model_checks import (
     is_lazy,
     make_complete,
     make_schedule,
+    refuse,
 )
 from manyhosts.model.optimizer_kernels import fuse
 from manyhosts.model.optimizer_state import InitialOptimizer, options_of
@@ -81,19 +84,6 @@ if TYPE_CHECKING:
 
 ModelOrMaker = nn.Module | Callable[[], nn.Module]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
-
-
-class Stateful(Protocol):
-    """Something with a state that can be kept."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nested values: tensors, and what JSON can hold."""
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Be as when `state_dict` gave `state`."""
-
-    def compared(self) -> Mapping[str, Any]:
-        """What must be equal on all workers, by the name that the script has for it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,7 +135,7 @@ class Parts:
     """The source for a global batch and this worker's present place."""
     own_step: OwnStep | None
     """What a step does, where the script has written it."""
-    objects: Mapping[str, Stateful]
+    objects: Mapping[str, OwnStep]
     """By name, what else snapshots and new workers need: kept and restored with model and optimizer."""
 
     @property
@@ -285,8 +275,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     if reads_in_shards(data.train):
         strategy.check_shards()
     weighing.mesh = strategy.mesh
-    takes_sparse = strategy.traits.takes_sparse_gradients
-    _check_made(made, settings, world, takes_sparse=takes_sparse)
+    _check_made(made, settings, world, takes_sparse=strategy.traits.takes_sparse_gradients)
     own_fingerprint = fingerprint(model_of(made))
     strategy.look(partial(look_ahead, compute, data, settings))
     uncut = [
@@ -301,9 +290,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     compute.is_collective = strategy.passing() is not None
     if compute.is_collective:
         refuse_other_calls(model_of(placed))
-    made_optimizer = make_optimizer(
-        placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed, takes_sparse=takes_sparse
-    )
+    made_optimizer = make_optimizer(placed, optimizer, settings, strategy, has_step=step is not None, thawed=thawed)
     strategy.hold(made_optimizer)
     together = world if strategy.mesh.parts > 1 else None
     precision = Precision(settings.precision, world.device, together=together, holding=strategy.holding)
@@ -314,14 +301,14 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
             cut = replace(cut, audits=auditor.plan())
         return make_source(data, settings, batch=batch, cut=cut, world=world)
 
+    own = {id(each) for each in placed.parameters()}
     batch = batch_of(settings, strategy.mesh)
     source = cut_source(batch)
     options = options_of(made_optimizer)
     made_schedule = _make_schedule(schedule, made_optimizer, data, settings)
-    named, schedules = {"": made_optimizer}, {} if made_schedule is None else {"": made_schedule}
+    schedules = {} if made_schedule is None else {"": made_schedule}
     if own_step is not None:
         schedules = own_step.take_optimizers(made_optimizer)
-        named = own_step.combined.named
     elif schedule is not None:
         check_rates(settings, [each["lr"] for each in options], made_optimizer, schedule)
     return Parts(
@@ -342,11 +329,13 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         frozen={}
         if own_step is not None
         else untrained(placed, made_optimizer, thawed | frozen, all_of_them=settings.strategy.drifts),
-        replaced=_gone(uncut, placed),
+        replaced=[(name, each) for name, each in uncut if id(each()) not in own],
         watcher=watcher,
         auditor=auditor,
         source=source,
-        initial_optimizer=InitialOptimizer.of(made_optimizer, schedules, named=named, options=options, model=placed),
+        initial_optimizer=InitialOptimizer.of(
+            made_optimizer, schedules, named=each_of(made_optimizer), options=options, model=placed
+        ),
         data_identity=DataIdentity(
             data.train,
             seed=settings.seed,
@@ -384,17 +373,12 @@ def _check_made(made: nn.Module, settings: Settings, world: World, *, takes_spar
         world.notes += hooked(made)
 
 
-def _gone(
-    named: Sequence[tuple[str, weakref.ref[nn.Parameter]]], placed: nn.Module
-) -> list[tuple[str, weakref.ref[nn.Parameter]]]:
-    """Those of `named` that are none of the model's any more."""
-    own = {id(each) for each in placed.parameters()}
-    return [(name, each) for name, each in named if id(each()) not in own]
-
-
 def _compare_given(made: nn.Module, data: Data, settings: Settings, world: World, watcher: Watcher | None) -> None:
     """See that all workers were given the same, before the first exchange that would not end where they were not."""
-    compare_descriptions(world, _given(made, data, settings))
+    lengths = {name: type(each).__qualname__ + _length(each) for name, each in data.sets().items()}
+    if drawn := _drawn(data, settings):
+        lengths["order"] = f"drawn in the order {drawn}"
+    compare_descriptions(world, {"models": described(made), "data": lengths, "settings": settings_compared(settings)})
     if watcher is None:  # who watches looks for the reason in what was trained
         compare_data(world, data.sets())
     else:
@@ -409,16 +393,25 @@ def _make_schedule(
         return schedule
     rule = settings.early_stopping
     metric, mode = ("loss", "min") if rule is None else (rule.metric, rule.mode)
-    what, fix = "", ""
-    if data.validation is None:
-        what = "which moves after validations, and there is no validation set"
-        fix = "give mh.Data(validation=…), or choose a schedule that moves by steps"
-    elif schedule.mode != mode:
-        better = "higher" if mode == "max" else "lower"
-        what = f"made with mode={schedule.mode!r}, and it follows {metric!r}, of which {better} is better"
-        fix = f"write ReduceLROnPlateau(optimizer, mode={mode!r}, …); it follows what early_stopping does, or the loss"
-    if what:
-        raise ConfigError(f"the schedule is a ReduceLROnPlateau, {what}", where="mh.Trainer(schedule=…)", fix=fix)
+    better = "higher" if mode == "max" else "lower"
+    what, where = "the schedule is a ReduceLROnPlateau", "mh.Trainer(schedule=…)"
+    refuse(
+        [
+            (
+                data.validation is None,
+                f"{what}, which moves after validations, and there is no validation set",
+                where,
+                "give mh.Data(validation=…), or choose a schedule that moves by steps",
+            ),
+            (
+                schedule.mode != mode,
+                f"{what}, made with mode={schedule.mode!r}, and it follows {metric!r}, of which {better} is better",
+                where,
+                f"write ReduceLROnPlateau(optimizer, mode={mode!r}, …); it follows what early_stopping does, or the "
+                "loss",
+            ),
+        ]
+    )
     return schedule
 
 
@@ -435,14 +428,6 @@ def _place(made: nn.Module, strategy: Strategy, settings: Settings, world: World
         return strategy.place(made)
 
 
-def _given(model: nn.Module, data: Data, settings: Settings) -> dict[str, dict[str, str]]:
-    """What the script has given, in words, as far as it must be the same on every worker."""
-    lengths = {name: type(each).__qualname__ + _length(each) for name, each in data.sets().items()}
-    if drawn := _drawn(data, settings):
-        lengths["order"] = f"drawn in the order {drawn}"
-    return {"models": described(model), "data": lengths, "settings": settings_compared(settings)}
-
-
 def _drawn(data: Data, settings: Settings) -> str:
     """What identifies the order in which samples are drawn, where the script has a say in it."""
     if data.order is not None:
@@ -452,12 +437,9 @@ def _drawn(data: Data, settings: Settings) -> str:
 
 def _length(dataset: Dataset[Any]) -> str:
     """In words; nothing of a stream that has none. A ChainDataset asks streams that cannot say."""
-    try:
-        return f" of {len(dataset)} samples" if isinstance(dataset, Sized) else ""
-    except TypeError:
-        if isinstance(dataset, IterableDataset):
-            return ""
-        raise
+    with suppress(TypeError):
+        return f" of {len(cast(Sized, dataset))} samples"
+    return ""
 
 
 def attach_callbacks(parts: Parts) -> None:
@@ -481,7 +463,6 @@ def make_optimizer(
     *,
     has_step: bool,
     thawed: Collection[str] = (),
-    takes_sparse: bool = False,
 ) -> Optimizer:
     """The user's optimizer over the placed parameters, with the learning rate that `settings` ask for.
 
@@ -518,7 +499,7 @@ def make_optimizer(
     check_options(parameters, made, strategy.mesh.world.notes)
     mesh = strategy.mesh
     uncut = not any(is_cut(each, strategy.holding) for each in module.parameters())
-    check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=takes_sparse)
+    check_optimizer(made, mesh.world, holds_full_model=uncut, takes_sparse=strategy.traits.takes_sparse_gradients)
     check_sparse(module, made)
     check_own_steps(made, settings.strategy, mesh.world.notes)
     check_optimized(made.param_groups, module, has_step=has_step)

@@ -31,8 +31,11 @@ class RunPlace:
         """`run_dir`: the script's own word for it."""
         given: object = run_dir
         if not isinstance(given, str | os.PathLike | None):
-            what = f"run_dir is a {type(given).__name__}, and names a directory"
-            raise ConfigError(what, where="mh.Trainer(run_dir=…)", fix='write run_dir="runs/mine"')
+            raise ConfigError(
+                f"run_dir is a {type(given).__name__}, and names a directory",
+                where="mh.Trainer(run_dir=…)",
+                fix='write run_dir="runs/mine"',
+            )
         self.number = session.next_number()
         self.script = _script()
         self._session, self._run_dir = session, run_dir
@@ -115,9 +118,8 @@ def unread_options(script: Path) -> str:
     none; empty where there are none.
     """
     ours = [name for word in sys.argv[1:] if (name := word.partition("=")[0]) in _OF_RUN]
-    if not ours or "TORCHELASTIC_RUN_ID" in os.environ or not _is_command():
-        return ""
-    if script_imports.reads_arguments(script, script.absolute().parent):
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or not _is_command()
+    if not ours or is_launched or script_imports.reads_arguments(script, script.absolute().parent):
         return ""
     spec, here = getattr(sys.modules["__main__"], "__spec__", None), Path.cwd()
     path = script.absolute()

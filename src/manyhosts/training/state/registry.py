@@ -18,11 +18,19 @@ from manyhosts.errors import ConfigError
 from manyhosts.snapshot.load import Loaded
 from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.setup.build import Parts
-from manyhosts.training.setup.trained_module import load_loss, loss_state, names_kept
+from manyhosts.training.setup.trained_module import load_loss, loss_state
 from manyhosts.training.state.buffers import put_transient, transient
 from manyhosts.training.state.optimizer_state import by_name, load_by_name, without_functions
 from manyhosts.training.state.run_state import RunState
-from manyhosts.training.state.sharded_state import TakenUp, as_held, full_values, local_state, put_cut
+from manyhosts.training.state.sharded_state import (
+    TakenUp,
+    as_held,
+    beside_kept,
+    by_name_kept,
+    full_values,
+    local_state,
+    put_cut,
+)
 
 
 class TrainerState:
@@ -102,11 +110,8 @@ def taken_from_copy(parts: Parts, given: Mapping[str, Any]) -> Mapping[str, Any]
     """What `given_to_copy` gave, as `take_up` takes it."""
     if "optimizer" not in given:
         return given
-    names = names_kept(parts.trained)
-    by_names = {names[id(each)]: each for each in parts.trained.parameters()}
-    state = given["optimizer"].get("state", {})
-    like = {name: dict.fromkeys(kept, by_names.get(name)) for name, kept in state.items() if isinstance(kept, Mapping)}
-    own = {"optimizer": {"state": like}, "callbacks": parts.callbacks.state_dict()}
+    state = beside_kept(given["optimizer"].get("state", {}), by_name_kept(parts.trained))
+    own = {"optimizer": {"state": state}, "callbacks": parts.callbacks.state_dict()}
     return cast(Mapping[str, Any], as_held(given, own, parts.strategy.holding))
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,18 +43,22 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """
     known = names_kept(module)
     given = _renamed(optimizer.state_dict(), {number: _BY_ID + name for number, name in known.items()})
-    own_groups = optimizer.param_groups
-    if not _is_numbered(given, own_groups):
+    if not _is_numbered(given, optimizer.param_groups):
         return given
-    names: dict[Any, str] = {}
-    groups = []
-    for group, parameters in zip(given["param_groups"], (each["params"] for each in own_groups), strict=True):
-        for number, parameter in zip(group["params"], parameters, strict=True):
-            if id(parameter) not in known:
-                raise _refusal(f"holds a parameter of shape {tuple(parameter.shape)} that the model has not")
-            names[number] = known[id(parameter)]
-        kept = {key: value for key, value in group.items() if not callable(value)}  # functions are the script's
-        groups.append({**kept, "params": [names[number] for number in group["params"]]})
+    parameters = {
+        number: parameter
+        for group, own in zip(given["param_groups"], optimizer.param_groups, strict=True)
+        for number, parameter in zip(group["params"], own["params"], strict=True)
+    }
+    for each in parameters.values():
+        if id(each) not in known:
+            raise _refusal(f"holds a parameter of shape {tuple(each.shape)} that the model has not")
+    names = {number: known[id(each)] for number, each in parameters.items()}
+    groups = [
+        {key: value for key, value in group.items() if not callable(value)}  # functions are the script's
+        | {"params": [names[number] for number in group["params"]]}
+        for group in given["param_groups"]
+    ]
     if taken := set(names.values()) & given["state"].keys():
         raise _refusal(f"keeps something under {min(taken)!r}, which is the name of a parameter")
     state = {names.get(key, key): value for key, value in given["state"].items()}
@@ -70,24 +74,22 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
     known = names_kept(module)
     kept = _renamed(kept, {_BY_ID + name: number for number, name in known.items()})
     groups = kept.get("param_groups", [])
-    if not any(isinstance(name, str) for group in groups for name in group["params"]):
-        optimizer.load_state_dict(dict(kept))
-        _keep_precision(optimizer, kept.get("state", {}))
-        return
-    own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if len(own) != len(groups):
-        raise _refusal(f"has {len(own)} groups of parameters, and there were {len(groups)}")
-    for here, there in zip(own, (group["params"] for group in groups), strict=True):
-        if other := sorted(set(here) ^ set(there)):
-            raise _refusal(f"has {other[0]} in another group than it was, or it was not there")
-    numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
-    state = {numbers.get(key, key): value for key, value in kept["state"].items()}
-    placed = [
-        {**there, **_of_script(here), "params": [numbers[name] for name in names]}
-        for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
-    ]
-    optimizer.load_state_dict({**kept, "state": state, "param_groups": placed})
-    _keep_precision(optimizer, state)
+    if any(isinstance(name, str) for group in groups for name in group["params"]):
+        own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        if len(own) != len(groups):
+            raise _refusal(f"has {len(own)} groups of parameters, and there were {len(groups)}")
+        for here, there in zip(own, groups, strict=True):
+            if other := sorted(set(here) ^ set(there["params"])):
+                raise _refusal(f"has {other[0]} in another group than it was, or it was not there")
+        numbers = {name: number for number, name in enumerate(chain.from_iterable(own))}
+        placed = [
+            {**there, **_of_script(here), "params": [numbers[name] for name in names]}
+            for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
+        ]
+        state = {numbers.get(key, key): value for key, value in kept["state"].items()}
+        kept = {**kept, "state": state, "param_groups": placed}
+    optimizer.load_state_dict(dict(kept))
+    _keep_precision(optimizer, kept.get("state", {}))
 
 
 def _keep_precision(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -211,7 +213,7 @@ class InitialOptimizer:
         *,
         steps: int,
         kept: Mapping[str, Any],
-        asked: Any,
+        asked: Mapping[str, Any],
     ) -> None:
         """Have options and schedules as after `steps` moves of these.
 
@@ -220,9 +222,7 @@ class InitialOptimizer:
         Raises:
             ConfigError: a schedule is shorter than that.
         """
-        asked_before = (asked.get("options") or []) if isinstance(asked, Mapping) else []
-        asked_before = asked_before[: len(self.options)]
-        for group, options, before in zip_longest(optimizer.param_groups, self.options, asked_before):
+        for group, options, before in zip_longest(optimizer.param_groups, self.options, asked.get("options", [])):
             plain = _plain_options(options)
             for key in (group.keys() & _OF_SCHEDULES) - options.keys():
                 del group[key]
@@ -288,11 +288,11 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Of a schedule's state what can be kept: functions the script makes again."""
-    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
-
-
-def _has_callable(value: Any) -> bool:
-    return isinstance(value, list) and any(callable(item) for item in value)
+    return {
+        key: value
+        for key, value in state.items()
+        if not any(map(callable, value if isinstance(value, list) else [value]))
+    }
 
 
 def _resume_plateau(
@@ -326,13 +326,11 @@ def _plain_schedule(schedule: LRScheduler, before: Sequence[Mapping[str, Any]], 
 
 def _own_parameters(state: Mapping[str, Any]) -> dict[str, Any]:
     """A schedule's state without its counts; those of schedules inside it likewise."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if key == "_schedulers":
-            found[key] = [_own_parameters(inner) for inner in value]
-        elif key not in _COUNTS:
-            found[key] = value
-    return found
+    return {
+        key: [_own_parameters(inner) for inner in value] if key == "_schedulers" else value
+        for key, value in state.items()
+        if key not in _COUNTS
+    }
 
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,12 +339,8 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are numbers, texts, or lists and mappings of them: what a function does no one can compare."""
-    found = {}
-    for key, value in sorted(values.items()):
-        plain = _plain(value)
-        if plain is not ...:
-            found[str(key)] = plain
-    return found
+    plain = {str(key): _plain(value) for key, value in sorted(values.items())}
+    return {key: value for key, value in plain.items() if value is not ...}
 
 
 def _plain(value: Any) -> Any:

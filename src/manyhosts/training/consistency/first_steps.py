@@ -31,16 +31,15 @@ def compare_streams(world: World, step: Step) -> None:
     if not step.first_samples or world.size == 1:
         return
     rows = world.stack(torch.tensor(step.first_samples, dtype=torch.float64, device=world.device)).tolist()
-    other = next((rank for rank, row in enumerate(rows) if not are_alike(rows[0], row)), None)
-    if other is None:
-        return
-    raise DataError(
-        f"the train stream gives rank {other} other samples than rank 0, but every worker reads all of it and keeps "
-        "its part of each batch: most samples would never be trained on",
-        where="mh.Data(train=…)",
-        fix="leave RANK, WORLD_SIZE and seeds by rank out of __iter__, so that it gives the same everywhere; where "
-        "reading all is too slow, offer shard(index, count)",
-    )
+    for rank, row in enumerate(rows):
+        if not are_alike(rows[0], row):
+            raise DataError(
+                f"the train stream gives rank {rank} other samples than rank 0, but every worker reads all of it and "
+                "keeps its part of each batch: most samples would never be trained on",
+                where="mh.Data(train=…)",
+                fix="leave RANK, WORLD_SIZE and seeds by rank out of __iter__, so that it gives the same everywhere; "
+                "where reading all is too slow, offer shard(index, count)",
+            )
 
 
 class FirstSteps:
@@ -199,9 +198,8 @@ class FirstSteps:
             )
 
     def _weights(self) -> dict[str, str]:
-        trained = {name: each for name, each in self.parts.trained.named_parameters() if each.requires_grad}
-        local = self.parts.strategy.holding.local
-        return tensor_checksums({name: local(each.data) for name, each in trained.items()})
+        local, parameters = self.parts.strategy.holding.local, self.parts.trained.named_parameters()
+        return tensor_checksums({name: local(each.data) for name, each in parameters if each.requires_grad})
 
     def _nowhere(self, nothing: bool) -> bool:
         """Whether there is `nothing` on any worker that holds a part of the model."""
@@ -229,6 +227,6 @@ class FirstSteps:
 
 def _has_key(state: object, keys: set[int]) -> bool:
     """Whether one of `keys` is one in nested dicts."""
-    if not isinstance(state, dict):
-        return False
-    return not keys.isdisjoint(state) or any(_has_key(each, keys) for each in state.values())
+    return isinstance(state, dict) and (
+        not keys.isdisjoint(state) or any(_has_key(each, keys) for each in state.values())
+    )

@@ -168,13 +168,7 @@ class HeldValues:
 
     def now(self) -> dict[str, Saved]:
         """What each holds; those that hold nothing are left out."""
-        found = {}
-        for name, (holder, key) in self.places.items():
-            for kept_values in (
-                _cell(holder) if isinstance(holder, types.CellType) else [holder[key]] if key in holder else []
-            ):
-                found[name] = saved(kept_values)
-        return found
+        return {name: saved(each) for name, place in self.places.items() for each in _in_place(*place)}
 
     def put_back(self, kept_values: Held) -> None:
         """Have each hold its earlier value."""
@@ -225,7 +219,7 @@ class HeldValues:
         self._add_names("", variables, names)
         self.places.update({name: (cell, "") for name, cell in cells.items()})
         kept_values = {name: variables[name] for name in names}
-        kept_values |= {name: each for name, cell in cells.items() for each in _cell(cell)}
+        kept_values |= {name: each for name, cell in cells.items() for each in _in_place(cell)}
         for name, each in kept_values.items():
             if isinstance(each, nn.Module):
                 self._add_modules(name, each)
@@ -245,11 +239,11 @@ def _computed_by_hooks(module: nn.Module) -> set[str]:
     return {vars(hook)[name] for hook in hooks for name in names if isinstance(vars(hook).get(name), str)}
 
 
-def _cell(cell: types.CellType) -> list[Any]:
-    """What is in it; nothing where it has no value yet."""
+def _in_place(holder: Any, key: str = "") -> list[Any]:
+    """What is in a cell, or under a key; nothing where it has no value yet, or none any more."""
     try:
-        return [cell.cell_contents]
-    except ValueError:
+        return [holder.cell_contents if isinstance(holder, types.CellType) else holder[key]]
+    except (ValueError, KeyError):
         return []
 
 

@@ -51,9 +51,29 @@ class RemoteCopy:
             ConfigError: it cannot be reached or written to, or holds what another script has kept.
             SnapshotError: it has snapshots, the disk has none, and none can be continued from.
         """
-        self.notes = self._on_rank_0(lambda: self._prepare(fits))
+        notes: list[str] = []
+        raised: list[BaseException] = []
 
-    def _prepare(self, fits: Fits) -> list[str]:
+        def bring() -> None:
+            try:
+                notes.extend(self._bring(fits))
+            except OSError as trouble:
+                fix = "see that this machine reaches the store, and that the disk has room; then start it again"
+                raised.append(SnapshotError(sentence(trouble), where=self.address, fix=fix))
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=bring, name="manyhosts-bring", daemon=True)
+        if self._world.is_rank_0:
+            thread.start()
+        while self._world.any(_still_runs(thread)):  # so that no one takes a long download for a worker that is gone
+            pass
+        error = next(iter(raised), None)
+        if error is not None and not isinstance(error, ManyhostsError):
+            raise error  # a fault of ours
+        self.notes = gather_plain(self._world, notes, error)[0]
+
+    def _bring(self, fits: Fits) -> list[str]:
         location, folder, disk = self._reach(), self._directory.snapshots, Disk()
         location.client.check()
         self._see_whose_it_is(location)
@@ -86,31 +106,6 @@ class RemoteCopy:
                 where=f"snapshots.to={self.address!r}",
                 fix="give each run an address of its own",
             )
-
-    def _on_rank_0(self, act: Callable[[], list[str]]) -> list[str]:
-        """What `act` gives on rank 0, or the error that it raises there, on every worker."""
-        notes: list[str] = []
-        raised: list[BaseException] = []
-
-        def download() -> None:
-            try:
-                notes.extend(act())
-            except OSError as trouble:
-                fix = "see that this machine reaches the store, and that the disk has room; then start it again"
-                raised.append(SnapshotError(sentence(trouble), where=self.address, fix=fix))
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=download, name="manyhosts-bring", daemon=True)
-        if self._world.is_rank_0:
-            thread.start()
-        while self._world.any(_still_runs(thread)):  # so that no one takes a long download for a worker that is gone
-            pass
-        error = next(iter(raised), None)
-        if error is not None and not isinstance(error, ManyhostsError):
-            raise error  # a fault of ours
-        reported: list[str] = gather_plain(self._world, notes, error)[0]
-        return reported
 
     def offer(self, path: Path) -> None:
         """Copy the entire snapshot in the folder `path`, soon, where this worker is rank 0."""

@@ -29,15 +29,17 @@ def local_state(state: Any, holding: Holding) -> Any:
 
 def _each(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The nested `state` with what `change` makes of each value of this kind in its place."""
-    if isinstance(state, kind):
-        return change(state)
-    if type(state) is Counter:  # the milestones of a MultiStepLR: of numbers alone
-        return Counter(state)
-    if isinstance(state, Mapping):
-        return {key: _each(value, kind, change) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_each(value, kind, change) for value in state)
-    return state
+    return _each_beside(state, None, lambda value, _: change(value) if isinstance(value, kind) else value)
+
+
+def _each_beside(state: Any, own: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """The nested `state` with what `change` makes of each value, and the one in its place in `own`: None for none."""
+    if isinstance(state, Mapping) and type(state) is not Counter:  # the milestones of a MultiStepLR: of numbers alone
+        inside = own if isinstance(own, Mapping) else {}
+        return {key: _each_beside(value, inside.get(key), change) for key, value in state.items()}
+    if type(state) in (list, tuple):  # of tensors, as Shampoo keeps them, none is that of a parameter
+        return type(state)(_each_beside(value, None, change) for value in state)
+    return change(state, own)
 
 
 def as_held(given: Any, own: Any, holding: Holding) -> Any:
@@ -48,14 +50,6 @@ def as_held(given: Any, own: Any, holding: Holding) -> Any:
         return holding.like(own, given) if is_part else given
 
     return _each_beside(given, own, cut)
-
-
-def _each_beside(state: Any, own: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """The nested `state` with what `change` makes of each value, and the one in its place in `own`: None for none."""
-    if not isinstance(state, Mapping) or type(state) is Counter:
-        return change(state, own)
-    inside = own if isinstance(own, Mapping) else {}
-    return {key: _each_beside(value, inside.get(key), change) for key, value in state.items()}
 
 
 def by_name_kept(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -116,7 +110,7 @@ class TakenUp(Mapping[str, Any]):
 
     def _like(self, value: Any, own: Any) -> Any:
         if not isinstance(value, StoredTensor) or not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
-            return full_values(value)  # also lists of tensors, as Shampoo keeps them
+            return full_values(value)
         block = self._holding.block(own)
         is_all = tuple(block.local.shape) == value.shape  # what is cut may lie with one worker, as a bias of one number
         found = value.full() if is_all else value.block(block.box)

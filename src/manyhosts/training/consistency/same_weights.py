@@ -60,8 +60,7 @@ def compare_weights(parts: Parts, moment: str) -> None:
         return
     if different := difference_of_values(world, values, own_values, moment):
         raise different
-    statistics = own_statistics(parts)
-    if statistics:
+    if statistics := own_statistics(parts):
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
         for each in statistics:
             if not each.is_floating_point():

@@ -184,9 +184,8 @@ class InitialOptimizer:
             ],
             "options": [_plain_options(each) for each in options],
             "schedule": plain.get(""),
+            **({} if "" in named else {"schedules": plain}),
         }
-        if "" not in named:
-            asked["schedules"] = plain
         states = {name: copy.deepcopy(each.state_dict()) for name, each in schedules.items()}
         return cls(asked, options_of(optimizer), states)
 

@@ -209,7 +209,7 @@ class SnapshotSchedule:
         parts, base = self.parts, self.parts.frozen_base.for_snapshot()
         with parts.strategy.averaged(parts.trained) as is_mean:
             compare_weights(parts, f"before the snapshot of step {step}")
-            weights = parts.frozen_base.without(weights_of(parts)) if base else weights_of(parts)
+            weights = weights_of(parts, but_frozen=bool(base))
             return copied(weights) if is_mean else weights, base
 
     def before_update(self) -> None:
@@ -311,7 +311,7 @@ class SnapshotSchedule:
         self.best_saved_at = -1  # the best model may be of a step that is done again
         if loaded is None:
             return RunState(), None
-        parts, kept, asked = self.parts, state_of(loaded, self.parts), loaded.facts.run
+        parts, kept, asked = self.parts, state_of(loaded.stored, self.parts), loaded.facts.run
         self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
@@ -358,7 +358,7 @@ class SnapshotSchedule:
             loaded = load(self.path_of(step), self.parts.fits())
         except (SnapshotError, OSError):
             return False
-        take_up(self.parts, state_of(loaded, self.parts))
+        take_up(self.parts, state_of(loaded.stored, self.parts))
         self.saved_at = step
         return True
 
@@ -382,5 +382,4 @@ def _updated(parts: Parts) -> list[torch.Tensor]:
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state."""
     return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]

@@ -303,8 +303,8 @@ def holding(weights: Literal["best", "last"], parts: Parts, run: Fit | None) -> 
             yield used
         return
     found = load_snapshot(best, parts.fits())
-    now = copied(parts.frozen_base.without(weights_of(parts)) if KEY in found.facts.run else weights_of(parts))
-    put_weights(parts, state_of(found, parts))
+    now = copied(weights_of(parts, but_frozen=KEY in found.facts.run))
+    put_weights(parts, state_of(found.stored, parts))
     try:
         yield used
     finally:

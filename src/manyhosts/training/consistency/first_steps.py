@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhosts.communication.world import World
 from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
-from manyhosts.device import by_device
 from manyhosts.errors import ConfigError, DataError
 from manyhosts.snapshot.fingerprint import fingerprint, tensor_checksums
 from manyhosts.training.own_loop.optimizers import each_of
@@ -56,7 +55,7 @@ class FirstSteps:
         self.asks_others = True
         """Whether all workers have looked at the same steps, so that they can ask each other."""
         self._steps = 0
-        self._gradient = 0.0
+        self._has_gradient = False
         self._before: dict[str, str] = {}
         self._attributes: dict[str, object] = {}
         self._held: dict[str, str] = {}
@@ -130,9 +129,8 @@ class FirstSteps:
         local = self.parts.strategy.holding.local
         gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        for own in by_device(each for each in gradients if each.numel()).values():
-            largest = torch.stack([each.detach().abs().amax().float() for each in own]).nan_to_num(nan=1.0)
-            self._gradient = max(self._gradient, largest.amax().item())
+        largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], torch.inf)
+        self._has_gradient = self._has_gradient or bool(largest)  # NaN is one, too
 
     def after_step(self) -> None:
         """The step counts: from here on workers that are lost do not undo it."""
@@ -143,7 +141,7 @@ class FirstSteps:
         if self._steps < LOOKS:
             return
         self.looking = False
-        if self._nowhere(self._gradient == 0.0):
+        if self._nowhere(not self._has_gradient):
             self.parts.world.notes.append(
                 f"the gradient was zero in each of {LOOKS} steps, so nothing is learned: see that the loss depends on "
                 "what the model gives (the cross entropy of a single column, say, is always 0)"

@@ -91,10 +91,9 @@ def _difference(
             fix="look for code that adds or removes parameters or buffers by RANK",
         )
     name = differing[0]
-    holders: dict[str, list[int]] = {}
-    for rank, found in enumerate(reported):
-        holders.setdefault(found.get(name, ""), []).append(rank)
-    groups = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
+    held = [found.get(name, "") for found in reported]
+    holders = ([rank for rank, each in enumerate(held) if each == value] for value in set(held))
+    groups = sorted(holders, key=lambda ranks: (-len(ranks), ranks))
     amount, part = _amount(world, tensors[name])
     count = f"; {len(differing)} of {len(tensors)} tensors differ" if len(differing) > 1 else ""
     return TrainingError(
@@ -106,9 +105,8 @@ def _difference(
 
 def _who(groups: Sequence[Sequence[int]]) -> str:
     """`ranks 0 and 2 hold one value, rank 1 another`."""
-    most = 4
-    said = [f"{_ranks(ranks)} {'hold' if len(ranks) > 1 else 'holds'} one value" for ranks in groups[:1]]
-    said += [f"{_ranks(ranks)} another" for ranks in groups[1:most]]
+    most, first = 4, f"{_ranks(groups[0])} {'hold' if len(groups[0]) > 1 else 'holds'} one value"
+    said = [first, *(f"{_ranks(ranks)} another" for ranks in groups[1:most])]
     return ", ".join(said) + (", …" if len(groups) > most else "")
 
 

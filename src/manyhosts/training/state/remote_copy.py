@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from manyhosts.communication.gathering import gather_plain
@@ -32,15 +33,13 @@ class RemoteCopy:
     def __init__(self, address: str, directory: RunDirectory, *, keep: int, script: Path, world: World) -> None:
         self.address, self._directory, self._script, self._world = address, directory, script, world
         self._records = {_RECORD: directory.run_json, "metrics.jsonl": directory.metrics}
-        self._location: ObjectStoreLocation | None = None
-        self.copier = Copier(self._reach, address, keep=keep, records=self._records)
+        self.copier = Copier(lambda: self._location, address, keep=keep, records=self._records)
         self.notes: list[str] = []
         """What is worth saying once training begins."""
 
-    def _reach(self) -> ObjectStoreLocation:
-        if self._location is None:
-            self._location = ObjectStoreLocation(Client(self.address))
-        return self._location
+    @cached_property
+    def _location(self) -> ObjectStoreLocation:
+        return ObjectStoreLocation(Client(self.address))
 
     def prepare(self, fits: Fits) -> None:
         """See that snapshots can be kept there, and bring the newest one that fits where the disk has none as new.
@@ -74,7 +73,7 @@ class RemoteCopy:
         self.notes = gather_plain(self._world, notes, error)[0]
 
     def _bring(self, fits: Fits) -> list[str]:
-        location, folder, disk = self._reach(), self._directory.snapshots, Disk()
+        location, folder, disk = self._location, self._directory.snapshots, Disk()
         location.client.check()
         self._see_whose_it_is(location)
         here = newest_complete(folder)
@@ -126,7 +125,7 @@ class RemoteCopy:
         newest = newest_complete(self._directory.snapshots, content=False) if self._world.is_rank_0 else None
         if newest is not None:
             with suppress(OSError, ManyhostsError):
-                self._reach().add_end(newest.path, self._records)
+                self._location.add_end(newest.path, self._records)
 
     def finish(self, meanwhile: Callable[[], None]) -> None:
         """Wait until all is copied. Every worker calls this; `meanwhile` is called now and then."""

@@ -6,6 +6,7 @@ Each worker reads what it holds.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,18 +69,16 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
         ConfigError: there are none, they cannot be read, or they are of another model than `init` allows.
     """
     read = _read(init)
+    for new, times in Counter(map(init.renamed, read)).items():
+        if times > 1:
+            old = [name for name in read if init.renamed(name) == new]
+            raise ConfigError(
+                f"rename makes {new} of both {old[0]} and {old[1]}",
+                where=init.where,
+                fix="let one of them have another name, and leave it out: "
+                f'rename={{"{old[1]}": "unused.{old[1]}", …}}, extra=["unused.*"]',
+            )
     found = {init.renamed(name): each for name, each in read.items()}
-    if len(found) < len(read):
-        names: dict[str, list[str]] = {}
-        for name in read:
-            names.setdefault(init.renamed(name), []).append(name)
-        new, old = next(each for each in names.items() if len(each[1]) > 1)
-        raise ConfigError(
-            f"rename makes {new} of both {old[0]} and {old[1]}",
-            where=init.where,
-            fix=f'let one of them have another name, and leave it out: rename={{"{old[1]}": "unused.{old[1]}", …}}, '
-            'extra=["unused.*"]',
-        )
     own = {name: tensor for name, tensor in parts.model.state_dict().items() if isinstance(tensor, Tensor)}
     ties = _ties(parts.model)
     taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, ties)

@@ -236,7 +236,7 @@ def _computed_by_hooks(module: nn.Module) -> set[str]:
     return {name for name in found if isinstance(name, str)}
 
 
-def _in_place(holder: Any, key: str = "") -> list[Any]:
+def _in_place(holder: Any, key: str) -> list[Any]:
     """What is in a cell, or under a key; nothing where it has no value yet, or none any more."""
     try:
         return [holder.cell_contents if isinstance(holder, types.CellType) else holder[key]]

@@ -321,8 +321,8 @@ class SnapshotSchedule:
         if "kept back" not in self.changes.keys:
             parts.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)
-        stream = loaded.owns.under("stream")
-        state.stream = dict(parts.source.of_snapshot(stream, parts.world.rank, state.position))  # read now: it is there
+        stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
+        state.stream = dict(stream)  # read now, while the snapshot is there
         loaded.ahead.clear()
         if not parts.world.any(self.lacks_best(state)):
             self.best_saved_at = state.best_step  # it stays as it is, with what it says of what trained it

@@ -91,8 +91,8 @@ def _difference(
             fix="look for code that adds or removes parameters or buffers by RANK",
         )
     name = differing[0]
-    held = [found.get(name, "") for found in reported]
-    holders = ([rank for rank, each in enumerate(held) if each == value] for value in set(held))
+    sums = [found.get(name, "") for found in reported]
+    holders = ([rank for rank, each in enumerate(sums) if each == value] for value in set(sums))
     groups = sorted(holders, key=lambda ranks: (-len(ranks), ranks))
     amount, part = _amount(world, tensors[name])
     count = f"; {len(differing)} of {len(tensors)} tensors differ" if len(differing) > 1 else ""

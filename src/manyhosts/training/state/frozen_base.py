@@ -50,8 +50,8 @@ class FrozenBase:
 
     def for_snapshot(self) -> str:
         """The checksum where a snapshot can do without the frozen weights, else empty. All workers call this."""
-        made, held = self._as_made
-        return "" if not made or self._world.any(self._held() != held) else made
+        made, own = self._as_made
+        return "" if not made or self._world.any(self._held() != own) else made
 
     def fits(self, wanted: Fingerprint) -> Fits:
         """Only snapshots of this model will do and, of those with adapters alone, the ones that belong to this base.

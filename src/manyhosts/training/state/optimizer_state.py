@@ -186,8 +186,7 @@ class InitialOptimizer:
             "schedule": plain.get(""),
             **({} if "" in named else {"schedules": plain}),
         }
-        states = {name: copy.deepcopy(each.state_dict()) for name, each in schedules.items()}
-        return cls(asked, options_of(optimizer), states)
+        return cls(asked, options_of(optimizer), {n: copy.deepcopy(each.state_dict()) for n, each in schedules.items()})
 
     def given(self) -> dict[str, Any]:
         """All of it, for a worker that joins: it made its own alone, and rates may follow the number of workers."""
@@ -315,10 +314,14 @@ def _hash_of(names: Iterable[str]) -> str:
 
 def _plain_schedule(schedule: LRScheduler, before: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
     """Its kind, its own parameters, and what it has put into the optimizer's groups besides the rate."""
-    groups = []
-    for old, group in zip(map(_plain_options, before), optimizer.param_groups, strict=True):
-        now = _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
-        groups.append({key: value for key, value in now.items() if key not in old or old[key] != value})
+    now = [
+        _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
+        for group in optimizer.param_groups
+    ]
+    groups = [
+        {key: value for key, value in new.items() if key not in old or old[key] != value}
+        for old, new in zip(map(_plain_options, before), now, strict=True)
+    ]
     own = _plain_values(_own_parameters(schedule.state_dict()))
     return {"kind": type(schedule).__name__, **own, **({"groups": groups} if any(groups) else {})}
 

@@ -166,13 +166,12 @@ class SharedTraining:
         # none ever lags by more than a step, but a new one may lead soon, in the place of one with lines to write
         from_step, since = self.run.step, time.time() - _WRITTEN_AFTER_S
         remembered = told_by_all(self.records.remembered())
-        recent = [event for event in remembered if event.step >= from_step or event.time >= since]
         started = self.records.started
         return {
             **self.provider.everything(but_parts=but_parts),
             "stream": dict(self.run.stream),
             "started": None if started is None else dataclasses.asdict(started),
-            "recent": [to_plain(event) for event in recent],
+            "recent": [to_plain(event) for event in remembered if event.step >= from_step or event.time >= since],
             "loop": self.loop.place(),
         }
 
@@ -252,8 +251,7 @@ def rewind_from_doubt(trusted: int, loop: Loop) -> Recovered | Note:
     training.inconsistent = True
     found, _ = snapshot_schedule.restore()
     training.trusted = None
-    reason = f"a worker was left out whose work in {steps} no one had checked"
-    return _resume_at(found, loop, began, reason, last=step)
+    return _resume_at(found, loop, began, f"a worker was left out whose work in {steps} no one had checked", last=step)
 
 
 def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, trusted: int) -> None:

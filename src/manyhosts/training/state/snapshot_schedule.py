@@ -116,9 +116,8 @@ class SnapshotSchedule:
         holding = parts.strategy.holding
         # Where models diverge theirs is the mean.
         weights, base = self._weights(state.step)
-        everything = {**training_state_dict(parts), **weights, "run": state.to_dict()}
         self.store.save(
-            in_parts(everything, holding),
+            in_parts({**training_state_dict(parts), **weights, "run": state.to_dict()}, holding),
             self._facts(state, base),
             own=own if any(own.values()) else None,
             unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),

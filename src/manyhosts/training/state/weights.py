@@ -83,10 +83,9 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
     ties = _ties(parts.model)
     taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, ties)
     _see_that_ties_agree(init, found, ties)
-    holding = parts.strategy.holding
     with torch.no_grad():
         for name in filter(taken.__contains__, own):  # in the model's order
-            block = holding.block(own[name])
+            block = parts.strategy.holding.block(own[name])
             if block.local.numel():
                 write(block.local, found[name].block(block.box))
     note = f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there"

@@ -38,15 +38,15 @@ def tune(rank: int, folder: str, strategy: str) -> tuple[dict[str, Any], int]:
     from manyhosts.training.state import weights
 
     read = 0
-    block, whole = weights._InFile.block, weights._InFile.full
+    block, whole = weights._Readable.block, weights._Readable.full
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal read
         read += tensor.nbytes
         return tensor
 
-    weights._InFile.block = lambda self, box: counted(block(self, box))  # type: ignore[method-assign]
-    weights._InFile.full = lambda self: counted(whole(self))  # type: ignore[method-assign]
+    weights._Readable.block = lambda self, box: counted(block(self, box))  # type: ignore[method-assign]
+    weights._Readable.full = lambda self: counted(whole(self))  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(64, WIDTH, generator=generator), torch.arange(64) % 4)
     trainer = mh.Trainer(

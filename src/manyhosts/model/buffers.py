@@ -128,13 +128,12 @@ class ParameterCopies:
         """Remember `parameters` as they are now; `stepped`: the names of those that an optimizer changes."""
         if any(self.parameters.get(name) is not each for name, each in parameters.items()):
             self.parameters, self.copies, self._known, self.changing = dict(parameters), {}, {}, set(stepped)
-        still = {name: each for name, each in parameters.items() if name not in self.changing}
-        found = tensor_checksums(still)
+        found = tensor_checksums({name: each for name, each in parameters.items() if name not in self.changing})
         changed = {name for name, each in found.items() if self._known.get(name, each) != each}
         self.changing |= changed
         self._known = {name: each for name, each in found.items() if name not in changed}
-        for name in self._known.keys() - self.copies.keys():
-            self.copies[name] = parameters[name].detach().to("cpu", copy=True)
+        new = self._known.keys() - self.copies.keys()
+        self.copies |= {name: parameters[name].detach().to("cpu", copy=True) for name in new}
         moving = [name for name in parameters if name in self.changing]
         for name in moving:
             if name not in self.copies or self.copies[name].device != parameters[name].device:

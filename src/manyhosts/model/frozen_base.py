@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,7 +36,10 @@ class FrozenBase:
 
     @cached_property
     def _as_made(self) -> tuple[str, int]:
-        """Checksums of the entire tensors, and of what this worker holds of them. All workers ask for it together."""
+        """Checksums of the entire tensors, empty where there is nothing, and of what this worker holds of them.
+
+        All workers ask for it together, first before any step.
+        """
         found: dict[str, str] = {}
         for name, each in self.tensors().items():
             found |= tensor_checksums({name: self._holding.full(each)})  # one entire tensor at a time
@@ -46,31 +48,21 @@ class FrozenBase:
     def _held(self) -> int:
         return combined(tensor_checksums({name: self._holding.local(each) for name, each in self.tensors().items()}))
 
-    def checksum(self) -> str:
-        """Of what the script has made; empty where there is nothing. All workers call this, first before any step."""
-        return self._as_made[0]
-
     def for_snapshot(self) -> str:
-        """The same where a snapshot can do without the frozen weights, else empty. All workers call this."""
-        made = self.checksum()
-        return "" if not made or self._world.any(self._held() != self._as_made[1]) else made
-
-    def without(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """`weights`, as `registry.weights_of` gives them, without the frozen ones."""
-        return {**weights, "model": {name: each for name, each in weights["model"].items() if name not in self.names}}
+        """The checksum where a snapshot can do without the frozen weights, else empty. All workers call this."""
+        made, own = self._as_made
+        return "" if not made or self._world.any(self._held() != own) else made
 
     def fits(self, wanted: Fingerprint) -> Fits:
         """Only snapshots of this model will do and, of those with adapters alone, the ones that belong to this base.
 
         All workers call this before anything was put into the model.
         """
-        same, own = same_model(wanted), self.checksum()
+        same, (own, _) = same_model(wanted), self._as_made
 
         def reason(manifest: Manifest) -> str:
-            if other := same(manifest):
+            if (other := same(manifest)) or manifest.facts.run.get(KEY, own) == own:
                 return other
-            if manifest.facts.run.get(KEY, own) == own:
-                return ""
             return "it holds adapters alone, and the frozen weights below them are not those that the script makes now"
 
         return reason

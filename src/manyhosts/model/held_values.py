@@ -135,9 +135,8 @@ def same(one: Any, other: Any) -> bool:
 
 def _is_of_script(value: Any) -> bool:
     """Whether it is an object of a class that somebody has written, to keep something in."""
-    if isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType):
-        return False
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OF_OTHERS
+    is_code = isinstance(value, nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType)
+    return not is_code and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OF_OTHERS
 
 
 Held = Mapping[str, Saved]
@@ -168,13 +167,7 @@ class HeldValues:
 
     def now(self) -> dict[str, Saved]:
         """What each holds; those that hold nothing are left out."""
-        found = {}
-        for name, (holder, key) in self.places.items():
-            for kept_values in (
-                _cell(holder) if isinstance(holder, types.CellType) else [holder[key]] if key in holder else []
-            ):
-                found[name] = saved(kept_values)
-        return found
+        return {name: saved(each) for name, place in self.places.items() for each in _in_place(*place)}
 
     def put_back(self, kept_values: Held) -> None:
         """Have each hold its earlier value."""
@@ -200,17 +193,16 @@ class HeldValues:
         """Add what `given` holds. Returns what it calls, as far as its code shows."""
         while isinstance(given, functools.partial) or hasattr(given, "__wrapped__"):
             given = given.func if isinstance(given, functools.partial) else given.__wrapped__
-        if isinstance(given, nn.Module):
-            self._add_modules("loss", given)
-            return []
         if isinstance(given, types.MethodType):
             return [given.__self__, given.__func__]
         if isinstance(given, types.FunctionType):
             return self._add_function(given)
-        if not _is_of_script(given):  # written in C, say
-            return []
-        self._add_names(type(given).__name__, vars(given), vars(given))
-        return [type(given).__call__] if callable(given) else []
+        if isinstance(given, nn.Module):
+            self._add_modules("loss", given)
+        elif _is_of_script(given):  # and not written in C, say
+            self._add_names(type(given).__name__, vars(given), vars(given))
+            return [type(given).__call__] if callable(given) else []
+        return []
 
     def _read(self, functions: Iterable[types.FunctionType]) -> None:
         codes = [code for each in functions for code in all_code(each.__code__)]
@@ -220,36 +212,35 @@ class HeldValues:
         self._read([function])
         variables = function.__globals__
         names = {name for code in all_code(function.__code__) for name in code.co_names} & variables.keys()
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        places = {name: (variables, name) for name in names} | {name: (cell, "") for name, cell in cells}
         self._add_names(function.__name__, vars(function), vars(function))
-        self._add_names("", variables, names)
-        self.places.update({name: (cell, "") for name, cell in cells.items()})
-        kept_values = {name: variables[name] for name in names}
-        kept_values |= {name: each for name, cell in cells.items() for each in _cell(cell)}
+        self.places.update(places)
+        kept_values = {name: each for name, place in places.items() for each in _in_place(*place)}
         for name, each in kept_values.items():
             if isinstance(each, nn.Module):
                 self._add_modules(name, each)
                 self.modules[name] = each
-        functions = (types.FunctionType, types.MethodType, functools.partial)
         return [
             each
             for each in kept_values.values()
-            if isinstance(each, functions) or (callable(each) and _is_of_script(each))
+            if isinstance(each, types.FunctionType | types.MethodType | functools.partial)
+            or (callable(each) and _is_of_script(each))
         ]
 
 
 def _computed_by_hooks(module: nn.Module) -> set[str]:
     """The weights that `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` compute again before each forward."""
-    names = ("name", "_tensor_name")
     hooks = [each for each in module._forward_pre_hooks.values() if type(each).__module__.startswith("torch.nn.utils.")]
-    return {vars(hook)[name] for hook in hooks for name in names if isinstance(vars(hook).get(name), str)}
+    found = (vars(hook).get(name) for hook in hooks for name in ("name", "_tensor_name"))
+    return {name for name in found if isinstance(name, str)}
 
 
-def _cell(cell: types.CellType) -> list[Any]:
-    """What is in it; nothing where it has no value yet."""
+def _in_place(holder: Any, key: str) -> list[Any]:
+    """What is in a cell, or under a key; nothing where it has no value yet, or none any more."""
     try:
-        return [cell.cell_contents]
-    except ValueError:
+        return [holder.cell_contents if isinstance(holder, types.CellType) else holder[key]]
+    except (ValueError, KeyError):
         return []
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,18 +43,22 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """
     known = names_kept(module)
     given = _renamed(optimizer.state_dict(), {number: _BY_ID + name for number, name in known.items()})
-    own_groups = optimizer.param_groups
-    if not _is_numbered(given, own_groups):
+    if not _is_numbered(given, optimizer.param_groups):
         return given
-    names: dict[Any, str] = {}
-    groups = []
-    for group, parameters in zip(given["param_groups"], (each["params"] for each in own_groups), strict=True):
-        for number, parameter in zip(group["params"], parameters, strict=True):
-            if id(parameter) not in known:
-                raise _refusal(f"holds a parameter of shape {tuple(parameter.shape)} that the model has not")
-            names[number] = known[id(parameter)]
-        kept = {key: value for key, value in group.items() if not callable(value)}  # functions are the script's
-        groups.append({**kept, "params": [names[number] for number in group["params"]]})
+    parameters = {
+        number: parameter
+        for group, own in zip(given["param_groups"], optimizer.param_groups, strict=True)
+        for number, parameter in zip(group["params"], own["params"], strict=True)
+    }
+    for each in parameters.values():
+        if id(each) not in known:
+            raise _refusal(f"holds a parameter of shape {tuple(each.shape)} that the model has not")
+    names = {number: known[id(each)] for number, each in parameters.items()}
+    groups = [
+        {key: value for key, value in group.items() if not callable(value)}  # functions are the script's
+        | {"params": [names[number] for number in group["params"]]}
+        for group in given["param_groups"]
+    ]
     if taken := set(names.values()) & given["state"].keys():
         raise _refusal(f"keeps something under {min(taken)!r}, which is the name of a parameter")
     state = {names.get(key, key): value for key, value in given["state"].items()}
@@ -70,24 +74,22 @@ def load_by_name(optimizer: Optimizer, module: nn.Module, kept: Mapping[str, Any
     known = names_kept(module)
     kept = _renamed(kept, {_BY_ID + name: number for number, name in known.items()})
     groups = kept.get("param_groups", [])
-    if not any(isinstance(name, str) for group in groups for name in group["params"]):
-        optimizer.load_state_dict(dict(kept))
-        _keep_precision(optimizer, kept.get("state", {}))
-        return
-    own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if len(own) != len(groups):
-        raise _refusal(f"has {len(own)} groups of parameters, and there were {len(groups)}")
-    for here, there in zip(own, (group["params"] for group in groups), strict=True):
-        if other := sorted(set(here) ^ set(there)):
-            raise _refusal(f"has {other[0]} in another group than it was, or it was not there")
-    numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
-    state = {numbers.get(key, key): value for key, value in kept["state"].items()}
-    placed = [
-        {**there, **_of_script(here), "params": [numbers[name] for name in names]}
-        for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
-    ]
-    optimizer.load_state_dict({**kept, "state": state, "param_groups": placed})
-    _keep_precision(optimizer, state)
+    if any(isinstance(name, str) for group in groups for name in group["params"]):
+        own = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        if len(own) != len(groups):
+            raise _refusal(f"has {len(own)} groups of parameters, and there were {len(groups)}")
+        for here, there in zip(own, groups, strict=True):
+            if other := sorted(set(here) ^ set(there["params"])):
+                raise _refusal(f"has {other[0]} in another group than it was, or it was not there")
+        numbers = {name: number for number, name in enumerate(chain.from_iterable(own))}
+        placed = [
+            {**there, **_of_script(here), "params": [numbers[name] for name in names]}
+            for there, here, names in zip(groups, optimizer.param_groups, own, strict=True)
+        ]
+        state = {numbers.get(key, key): value for key, value in kept["state"].items()}
+        kept = {**kept, "state": state, "param_groups": placed}
+    optimizer.load_state_dict(dict(kept))
+    _keep_precision(optimizer, kept.get("state", {}))
 
 
 def _keep_precision(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
@@ -182,11 +184,9 @@ class InitialOptimizer:
             ],
             "options": [_plain_options(each) for each in options],
             "schedule": plain.get(""),
+            **({} if "" in named else {"schedules": plain}),
         }
-        if "" not in named:
-            asked["schedules"] = plain
-        states = {name: copy.deepcopy(each.state_dict()) for name, each in schedules.items()}
-        return cls(asked, options_of(optimizer), states)
+        return cls(asked, options_of(optimizer), {n: copy.deepcopy(each.state_dict()) for n, each in schedules.items()})
 
     def given(self) -> dict[str, Any]:
         """All of it, for a worker that joins: it made its own alone, and rates may follow the number of workers."""
@@ -211,7 +211,7 @@ class InitialOptimizer:
         *,
         steps: int,
         kept: Mapping[str, Any],
-        asked: Any,
+        asked: Mapping[str, Any],
     ) -> None:
         """Have options and schedules as after `steps` moves of these.
 
@@ -220,9 +220,7 @@ class InitialOptimizer:
         Raises:
             ConfigError: a schedule is shorter than that.
         """
-        asked_before = (asked.get("options") or []) if isinstance(asked, Mapping) else []
-        asked_before = asked_before[: len(self.options)]
-        for group, options, before in zip_longest(optimizer.param_groups, self.options, asked_before):
+        for group, options, before in zip_longest(optimizer.param_groups, self.options, asked.get("options", [])):
             plain = _plain_options(options)
             for key in (group.keys() & _OF_SCHEDULES) - options.keys():
                 del group[key]
@@ -288,11 +286,11 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Of a schedule's state what can be kept: functions the script makes again."""
-    return {key: value for key, value in state.items() if not callable(value) and not _has_callable(value)}
-
-
-def _has_callable(value: Any) -> bool:
-    return isinstance(value, list) and any(callable(item) for item in value)
+    return {
+        key: value
+        for key, value in state.items()
+        if not any(map(callable, value if isinstance(value, list) else [value]))
+    }
 
 
 def _resume_plateau(
@@ -316,23 +314,25 @@ def _hash_of(names: Iterable[str]) -> str:
 
 def _plain_schedule(schedule: LRScheduler, before: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
     """Its kind, its own parameters, and what it has put into the optimizer's groups besides the rate."""
-    groups = []
-    for old, group in zip(map(_plain_options, before), optimizer.param_groups, strict=True):
-        now = _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
-        groups.append({key: value for key, value in now.items() if key not in old or old[key] != value})
+    now = [
+        _plain_options({key: group[key] for key in group.keys() - {"params", "lr", "initial_lr"}})
+        for group in optimizer.param_groups
+    ]
+    groups = [
+        {key: value for key, value in new.items() if key not in old or old[key] != value}
+        for old, new in zip(map(_plain_options, before), now, strict=True)
+    ]
     own = _plain_values(_own_parameters(schedule.state_dict()))
     return {"kind": type(schedule).__name__, **own, **({"groups": groups} if any(groups) else {})}
 
 
 def _own_parameters(state: Mapping[str, Any]) -> dict[str, Any]:
     """A schedule's state without its counts; those of schedules inside it likewise."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if key == "_schedulers":
-            found[key] = [_own_parameters(inner) for inner in value]
-        elif key not in _COUNTS:
-            found[key] = value
-    return found
+    return {
+        key: [_own_parameters(inner) for inner in value] if key == "_schedulers" else value
+        for key, value in state.items()
+        if key not in _COUNTS
+    }
 
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,12 +341,8 @@ def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are numbers, texts, or lists and mappings of them: what a function does no one can compare."""
-    found = {}
-    for key, value in sorted(values.items()):
-        plain = _plain(value)
-        if plain is not ...:
-            found[str(key)] = plain
-    return found
+    plain = {str(key): _plain(value) for key, value in sorted(values.items())}
+    return {key: value for key, value in plain.items() if value is not ...}
 
 
 def _plain(value: Any) -> Any:

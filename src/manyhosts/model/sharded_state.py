@@ -29,29 +29,37 @@ def local_state(state: Any, holding: Holding) -> Any:
 
 def _each(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The nested `state` with what `change` makes of each value of this kind in its place."""
-    if isinstance(state, kind):
-        return change(state)
-    if type(state) is Counter:  # the milestones of a MultiStepLR: of numbers alone
-        return Counter(state)
-    if isinstance(state, Mapping):
-        return {key: _each(value, kind, change) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_each(value, kind, change) for value in state)
-    return state
+    return _each_beside(state, None, lambda value, _: change(value) if isinstance(value, kind) else value)
+
+
+def _each_beside(state: Any, own: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """The nested `state` with what `change` makes of each value, and the one in its place in `own`: None for none."""
+    if isinstance(state, Mapping) and type(state) is not Counter:  # the milestones of a MultiStepLR: of numbers alone
+        inside = own if isinstance(own, Mapping) else {}
+        return {key: _each_beside(value, inside.get(key), change) for key, value in state.items()}
+    if type(state) in (list, tuple):  # of tensors, as Shampoo keeps them, none is that of a parameter
+        return type(state)(_each_beside(value, None, change) for value in state)
+    return change(state, own)
 
 
 def as_held(given: Any, own: Any, holding: Holding) -> Any:
     """What `local_state` gave on such a worker, each tensor cut as the one in its place in `own`, if any."""
-    if type(given) is Counter:
-        return given
-    if isinstance(given, Mapping):
-        return {
-            key: as_held(value, own.get(key) if isinstance(own, Mapping) else None, holding)
-            for key, value in given.items()
-        }
-    if isinstance(given, Tensor) and isinstance(own, Tensor) and holding.local(own).shape == given.shape:
-        return holding.like(own, given)
-    return given
+
+    def cut(given: Any, own: Any) -> Any:
+        is_part = isinstance(given, Tensor) and isinstance(own, Tensor) and holding.local(own).shape == given.shape
+        return holding.like(own, given) if is_part else given
+
+    return _each_beside(given, own, cut)
+
+
+def by_name_kept(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of what is trained, by the names that snapshots have."""
+    return dict(zip(names_kept(module).values(), module.parameters(), strict=True))
+
+
+def beside_kept(kept: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """In the place of each value that an optimizer keeps of a parameter: that parameter, as `own` has it by name."""
+    return {name: dict.fromkeys(each, own.get(name)) for name, each in kept.items() if isinstance(each, Mapping)}
 
 
 class TakenUp(Mapping[str, Any]):
@@ -84,43 +92,25 @@ class TakenUp(Mapping[str, Any]):
             SnapshotError: it cannot be read.
         """
         stored = self._stored[key]
-        if key == "model":
-            return self._cut(stored, model_of(self._module).state_dict())
-        if key == "loss":
-            return self._cut(stored, loss_state(self._module))
         if key == "callbacks":
-            return self._cut_alike(stored, self._callbacks)
+            return _each_beside(stored, self._callbacks, self._like)
+        if key in ("model", "loss"):
+            own = model_of(self._module).state_dict() if key == "model" else loss_state(self._module)
+            tensors = {name: each for name, each in own.items() if isinstance(each, Tensor)}  # and no nested state
+            return _each_beside(stored, tensors, self._like)
         if key == "optimizer" and isinstance(stored.get("state"), Mapping):
-            names = names_kept(self._module)
-            own = {names[id(each)]: each for each in self._module.parameters()}
-            stored_here = {name: own.get(name) for name in stored["state"]}
+            parameters = by_name_kept(self._module)
             state = {
-                name: self._cut_like(each, stored["state"][name])
-                for name, each in stored_here.items()
-                if each is None or self._holding.holds(each)
+                name: each
+                for name, each in stored["state"].items()
+                if name not in parameters or self._holding.holds(parameters[name])
             }
-            return {**full_values({name: each for name, each in stored.items() if name != "state"}), "state": state}
+            return _each_beside({**stored, "state": state}, {"state": beside_kept(state, parameters)}, self._like)
         return full_values(stored)
 
-    def _cut(self, stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._like(own.get(name), value) for name, value in stored.items()}
-
-    def _cut_like(self, parameter: Tensor | None, kept: Any) -> Any:
-        """What an optimizer keeps of one parameter."""
-        return {key: self._like(parameter, value) for key, value in kept.items()} if isinstance(kept, Mapping) else kept
-
-    def _cut_alike(self, stored: Any, own: Any) -> Any:
-        """What is kept of a nested state, each tensor cut as the one in its place is."""
-        if not isinstance(stored, Mapping):
-            return self._like(own, stored) if isinstance(stored, StoredTensor) else full_values(stored)
-        inside = own if isinstance(own, Mapping) else {}
-        return {key: self._cut_alike(value, inside.get(key)) for key, value in stored.items()}
-
-    def _like(self, own: Any, value: Any) -> Any:
-        if not isinstance(value, StoredTensor):
-            return full_values(value)  # lists and dicts of tensors, as Shampoo keeps them
-        if not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
-            return value.full()
+    def _like(self, value: Any, own: Any) -> Any:
+        if not isinstance(value, StoredTensor) or not isinstance(own, Tensor) or tuple(own.shape) != value.shape:
+            return full_values(value)
         block = self._holding.block(own)
         is_all = tuple(block.local.shape) == value.shape  # what is cut may lie with one worker, as a bias of one number
         found = value.full() if is_all else value.block(block.box)

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from manyhosts.communication.world import World
 from manyhosts.data.first_samples import are_alike
 from manyhosts.data.steps import Step
-from manyhosts.device import by_device
 from manyhosts.errors import ConfigError, DataError
 from manyhosts.model.activation_checkpointing import uncalled
 from manyhosts.model.combined_optimizer import each_of
@@ -31,16 +30,15 @@ def compare_streams(world: World, step: Step) -> None:
     if not step.first_samples or world.size == 1:
         return
     rows = world.stack(torch.tensor(step.first_samples, dtype=torch.float64, device=world.device)).tolist()
-    other = next((rank for rank, row in enumerate(rows) if not are_alike(rows[0], row)), None)
-    if other is None:
-        return
-    raise DataError(
-        f"the train stream gives rank {other} other samples than rank 0, but every worker reads all of it and keeps "
-        "its part of each batch: most samples would never be trained on",
-        where="mh.Data(train=…)",
-        fix="leave RANK, WORLD_SIZE and seeds by rank out of __iter__, so that it gives the same everywhere; where "
-        "reading all is too slow, offer shard(index, count)",
-    )
+    for rank, row in enumerate(rows):
+        if not are_alike(rows[0], row):
+            raise DataError(
+                f"the train stream gives rank {rank} other samples than rank 0, but every worker reads all of it and "
+                "keeps its part of each batch: most samples would never be trained on",
+                where="mh.Data(train=…)",
+                fix="leave RANK, WORLD_SIZE and seeds by rank out of __iter__, so that it gives the same everywhere; "
+                "where reading all is too slow, offer shard(index, count)",
+            )
 
 
 class FirstSteps:
@@ -57,7 +55,7 @@ class FirstSteps:
         self.asks_others = True
         """Whether all workers have looked at the same steps, so that they can ask each other."""
         self._steps = 0
-        self._gradient = 0.0
+        self._has_gradient = False
         self._before: dict[str, str] = {}
         self._attributes: dict[str, object] = {}
         self._held: dict[str, str] = {}
@@ -131,9 +129,8 @@ class FirstSteps:
         local = self.parts.strategy.holding.local
         gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        for own in by_device(each for each in gradients if each.numel()).values():
-            largest = torch.stack([each.detach().abs().amax().float() for each in own]).nan_to_num(nan=1.0)
-            self._gradient = max(self._gradient, largest.amax().item())
+        largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], torch.inf)
+        self._has_gradient = self._has_gradient or bool(largest)  # NaN is one, too
 
     def after_step(self) -> None:
         """The step counts: from here on workers that are lost do not undo it."""
@@ -144,7 +141,7 @@ class FirstSteps:
         if self._steps < LOOKS:
             return
         self.looking = False
-        if self._nowhere(self._gradient == 0.0):
+        if self._nowhere(not self._has_gradient):
             self.parts.world.notes.append(
                 f"the gradient was zero in each of {LOOKS} steps, so nothing is learned: see that the loss depends on "
                 "what the model gives (the cross entropy of a single column, say, is always 0)"
@@ -199,9 +196,8 @@ class FirstSteps:
             )
 
     def _weights(self) -> dict[str, str]:
-        trained = {name: each for name, each in self.parts.trained.named_parameters() if each.requires_grad}
-        local = self.parts.strategy.holding.local
-        return tensor_checksums({name: local(each.data) for name, each in trained.items()})
+        local, parameters = self.parts.strategy.holding.local, self.parts.trained.named_parameters()
+        return tensor_checksums({name: local(each.data) for name, each in parameters if each.requires_grad})
 
     def _nowhere(self, nothing: bool) -> bool:
         """Whether there is `nothing` on any worker that holds a part of the model."""
@@ -229,6 +225,6 @@ class FirstSteps:
 
 def _has_key(state: object, keys: set[int]) -> bool:
     """Whether one of `keys` is one in nested dicts."""
-    if not isinstance(state, dict):
-        return False
-    return not keys.isdisjoint(state) or any(_has_key(each, keys) for each in state.values())
+    return isinstance(state, dict) and (
+        not keys.isdisjoint(state) or any(_has_key(each, keys) for each in state.values())
+    )

@@ -28,10 +28,10 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
     Raises:
         ConfigError: they were not, on all workers alike; the first difference is named.
     """
-    text = json.dumps({kind: list(entries.items()) for kind, entries in own.items()})
-    if agree(world, _number(text)):
+    plain = {kind: list(entries.items()) for kind, entries in own.items()}
+    if agree(world, _number(json.dumps(plain))):
         return
-    reported = gather_plain(world, {kind: list(entries.items()) for kind, entries in own.items()})
+    reported = gather_plain(world, plain)
     for kind, first in reported[0].items():
         for rank, other in enumerate(reported):
             if other[kind] != first:
@@ -103,15 +103,14 @@ def compare_data(world: World, sets: Mapping[str, Dataset[Any]]) -> None:
     reported = gather_plain(world, {name: print_of_set(each) for name, each in sets.items()})
     for name, first in reported[0].items():
         for rank, other in enumerate(reported):
-            if are_alike(first, other[name]):
-                continue
-            raise ConfigError(
-                f"the {name} set holds other samples on rank {rank} than on rank 0: every worker has made its own",
-                where=f"{_WHERE.get(name, f'mh.Data({name}=…)')}, rank 0 and rank {rank}",
-                fix="draw alike on every worker: random_split(dataset, lengths, torch.Generator().manual_seed(0)), or "
-                "torch.manual_seed(0) before the data is made, for scikit-learn and NumPy random_state=0 and "
-                "np.random.seed(0); what depends on RANK must not be in it",
-            )
+            if not are_alike(first, other[name]):
+                raise ConfigError(
+                    f"the {name} set holds other samples on rank {rank} than on rank 0: every worker has made its own",
+                    where=f"{_WHERE.get(name, f'mh.Data({name}=…)')}, rank 0 and rank {rank}",
+                    fix="draw alike on every worker: random_split(dataset, lengths, torch.Generator().manual_seed(0)), "
+                    "or torch.manual_seed(0) before the data is made, for scikit-learn and NumPy random_state=0 and "
+                    "np.random.seed(0); what depends on RANK must not be in it",
+                )
 
 
 def compare_samples(world: World, own: Mapping[str, Any]) -> None:
@@ -162,13 +161,10 @@ def compare_length(world: World, before: int, now: int) -> None:
 def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
     ours, theirs = ({name: what for name, what in entries} for entries in (first, other))
     for name in [*ours, *theirs]:
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {_or_none(ours.get(name))} on rank 0 and {_or_none(theirs.get(name))} on rank {rank}"
+        here, there = (each.get(name, "not there") for each in (ours, theirs))
+        if here != there:
+            return f"{name} is {here} on rank 0 and {there} on rank {rank}"
     return f"they come in another order on rank {rank} than on rank 0"
-
-
-def _or_none(what: str | None) -> str:
-    return "not there" if what is None else what
 
 
 def described(model: nn.Module) -> dict[str, str]:

@@ -60,8 +60,7 @@ def compare_weights(parts: Parts, moment: str) -> None:
         return
     if different := difference_of_values(world, values, own_values, moment):
         raise different
-    statistics = own_statistics(parts)
-    if statistics:
+    if statistics := own_statistics(parts):
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
         for each in statistics:
             if not each.is_floating_point():
@@ -92,10 +91,9 @@ def _difference(
             fix="look for code that adds or removes parameters or buffers by RANK",
         )
     name = differing[0]
-    holders: dict[str, list[int]] = {}
-    for rank, found in enumerate(reported):
-        holders.setdefault(found.get(name, ""), []).append(rank)
-    groups = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
+    sums = [found.get(name, "") for found in reported]
+    holders = ([rank for rank, each in enumerate(sums) if each == value] for value in set(sums))
+    groups = sorted(holders, key=lambda ranks: (-len(ranks), ranks))
     amount, part = _amount(world, tensors[name])
     count = f"; {len(differing)} of {len(tensors)} tensors differ" if len(differing) > 1 else ""
     return TrainingError(
@@ -107,9 +105,8 @@ def _difference(
 
 def _who(groups: Sequence[Sequence[int]]) -> str:
     """`ranks 0 and 2 hold one value, rank 1 another`."""
-    most = 4
-    said = [f"{_ranks(ranks)} {'hold' if len(ranks) > 1 else 'holds'} one value" for ranks in groups[:1]]
-    said += [f"{_ranks(ranks)} another" for ranks in groups[1:most]]
+    most, first = 4, f"{_ranks(groups[0])} {'hold' if len(groups[0]) > 1 else 'holds'} one value"
+    said = [first, *(f"{_ranks(ranks)} another" for ranks in groups[1:most])]
     return ", ".join(said) + (", …" if len(groups) > most else "")
 
 

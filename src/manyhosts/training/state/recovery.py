@@ -41,10 +41,9 @@ def why_not_survive(parts: Parts) -> str:
     world = parts.world
     if world.backend != backend_for(world.device):
         return f"{world.backend} between GPUs does not report which collective was cut off"
-    strategy = parts.strategy
-    if why := strategy.why_all_end():
+    if why := parts.strategy.why_all_end():
         return why
-    if strategy.has_own and parts.precision.scaler is not None:
+    if parts.strategy.has_own and parts.precision.scaler is not None:
         return "under fp16 workers ask each other for overflows in the midst of an update"
     return ""
 
@@ -106,8 +105,8 @@ class SharedTraining:
 
     def _half_saved(self) -> bool:
         """Whether the snapshot that was begun last will never be complete: the one who was to name it is gone."""
-        saved_at = self.training.snapshot_schedule.saved_at
-        return saved_at >= 0 and not (self.training.snapshot_schedule.store.folder / f"step-{saved_at:08d}").exists()
+        schedule = self.training.snapshot_schedule
+        return schedule.saved_at >= 0 and not schedule.path_of(schedule.saved_at).exists()
 
     def compare(self, progress: Sequence[WorkerProgress]) -> None:
         """Know which steps are in doubt, also where this worker did not hear the verdict."""
@@ -133,8 +132,7 @@ class SharedTraining:
         gone = max(0, self.size - (group.size - len(group.newcomers)))
         lost_now = self.provider.resync(source, new=new, gone=gone)
         self.lost = "; ".join(dict.fromkeys(filter(None, [self.lost, lost_now])))
-        snapshot_lost = self._see_to_saved(any(each.lost_snapshot for each in progress))
-        loop.resume(save_again=snapshot_lost)
+        loop.resume(save_again=self._see_to_saved(any(each.lost_snapshot for each in progress)))
         self.records.open_samples()
         self.size = world.size
 
@@ -168,13 +166,12 @@ class SharedTraining:
         # none ever lags by more than a step, but a new one may lead soon, in the place of one with lines to write
         from_step, since = self.run.step, time.time() - _WRITTEN_AFTER_S
         remembered = told_by_all(self.records.remembered())
-        recent = [event for event in remembered if event.step >= from_step or event.time >= since]
         started = self.records.started
         return {
             **self.provider.everything(but_parts=but_parts),
             "stream": dict(self.run.stream),
             "started": None if started is None else dataclasses.asdict(started),
-            "recent": [to_plain(event) for event in recent],
+            "recent": [to_plain(event) for event in remembered if event.step >= from_step or event.time >= since],
             "loop": self.loop.place(),
         }
 
@@ -233,8 +230,8 @@ def rewind_from_bad_step(bad: BadStep, loop: Loop) -> Recovered:
             fix="look at those samples, lower the learning rate, or set clip_gradients",
         )
     found.left_out = tuple(sorted({*state.left_out, bad.step}))
-    how = f", without the samples of step {bad.step}"
-    return _resume_at(found, loop, began, f"{bad.trouble} in step {bad.step} ({bad.where})", how, last=bad.step - 1)
+    reason, how = f"{bad.trouble} in step {bad.step} ({bad.where})", f", without the samples of step {bad.step}"
+    return _resume_at(found, loop, began, reason, how, last=bad.step - 1)
 
 
 def rewind_from_doubt(trusted: int, loop: Loop) -> Recovered | Note:
@@ -246,13 +243,15 @@ def rewind_from_doubt(trusted: int, loop: Loop) -> Recovered | Note:
     # An older snapshot may have been pruned; where none is left there is nothing but to continue, and to say so.
     if max(gather_plain(world, newest_step(snapshot_schedule.store.folder))) < 0:
         training.trusted = None
-        text = f"no one had checked the work of the worker that was left out in {steps}, and no snapshot is from before"
-        return Note(text=f"{text} them: what it did there is in the weights", step=step, time=time.time())
+        text = (
+            f"no one had checked the work of the worker that was left out in {steps}, and no snapshot is from before "
+            "them: what it did there is in the weights"
+        )
+        return Note(text=text, step=step, time=time.time())
     training.inconsistent = True
     found, _ = snapshot_schedule.restore()
     training.trusted = None
-    reason = f"a worker was left out whose work in {steps} no one had checked"
-    return _resume_at(found, loop, began, reason, last=step)
+    return _resume_at(found, loop, began, f"a worker was left out whose work in {steps} no one had checked", last=step)
 
 
 def keep_from_resuming(snapshot_schedule: SnapshotSchedule, world: World, trusted: int) -> None:

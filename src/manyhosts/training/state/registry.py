@@ -17,9 +17,16 @@ from manyhosts.elastic.work import Records
 from manyhosts.errors import ConfigError
 from manyhosts.model.buffers import put_transient, transient
 from manyhosts.model.optimizer_state import by_name, load_by_name, without_functions
-from manyhosts.model.sharded_state import TakenUp, as_held, full_values, local_state, put_cut
-from manyhosts.model.trained_module import load_loss, loss_state, names_kept
-from manyhosts.snapshot.load import Loaded
+from manyhosts.model.sharded_state import (
+    TakenUp,
+    as_held,
+    beside_kept,
+    by_name_kept,
+    full_values,
+    local_state,
+    put_cut,
+)
+from manyhosts.model.trained_module import load_loss, loss_state
 from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.setup.build import Parts
 from manyhosts.training.state.run_state import RunState
@@ -102,11 +109,8 @@ def taken_from_copy(parts: Parts, given: Mapping[str, Any]) -> Mapping[str, Any]
     """What `given_to_copy` gave, as `take_up` takes it."""
     if "optimizer" not in given:
         return given
-    names = names_kept(parts.trained)
-    by_names = {names[id(each)]: each for each in parts.trained.parameters()}
-    state = given["optimizer"].get("state", {})
-    like = {name: dict.fromkeys(kept, by_names.get(name)) for name, kept in state.items() if isinstance(kept, Mapping)}
-    own = {"optimizer": {"state": like}, "callbacks": parts.callbacks.state_dict()}
+    state = beside_kept(given["optimizer"].get("state", {}), by_name_kept(parts.trained))
+    own = {"optimizer": {"state": state}, "callbacks": parts.callbacks.state_dict()}
     return cast(Mapping[str, Any], as_held(given, own, parts.strategy.holding))
 
 
@@ -164,22 +168,28 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
             each.load_state_dict(state if schedule else {**state, "schedulers": {}})
 
 
-def state_of(loaded: Loaded, parts: Parts) -> Mapping[str, Any]:
-    """What a snapshot keeps, as `parts` hold it: complete, or of each tensor this worker's part."""
-    return TakenUp(loaded.stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
+def state_of(stored: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
+    """What a snapshot keeps, as `parts` hold it: complete, or of each tensor this worker's part.
+
+    `stored`: the same, with a `StoredTensor` in the place of each tensor.
+    """
+    return TakenUp(stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
 
 
 def ask_for_state(stored: Mapping[str, Any], parts: Parts) -> None:
-    """Ask for all that `state_of` gives, of a state with a `StoredTensor` in the place of each tensor."""
-    taken = TakenUp(stored, parts.trained, parts.strategy.holding, parts.callbacks.state_dict())
-    for key in taken:
-        full_values(taken[key])
+    """Ask for all that `state_of` gives."""
+    for value in state_of(stored, parts).values():
+        full_values(value)
 
 
-def weights_of(parts: Parts) -> dict[str, Any]:
-    """The model's `state_dict`, and that of a loss which has a state; the tensors are those in use."""
-    loss = loss_state(parts.trained)
-    return {"model": dict(parts.model.state_dict()), **({"loss": loss} if loss else {})}
+def weights_of(parts: Parts, *, but_frozen: bool = False) -> dict[str, Any]:
+    """The model's `state_dict`, and that of a loss which has a state; the tensors are those in use.
+
+    `but_frozen`: without the frozen weights below adapters.
+    """
+    but, loss = parts.frozen_base.names if but_frozen else (), loss_state(parts.trained)
+    model = {name: each for name, each in parts.model.state_dict().items() if name not in but}
+    return {"model": model, **({"loss": loss} if loss else {})}
 
 
 def copied(weights: dict[str, Any]) -> dict[str, Any]:

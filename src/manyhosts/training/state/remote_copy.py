@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from manyhosts.communication.gathering import gather_plain
@@ -32,15 +33,13 @@ class RemoteCopy:
     def __init__(self, address: str, directory: RunDirectory, *, keep: int, script: Path, world: World) -> None:
         self.address, self._directory, self._script, self._world = address, directory, script, world
         self._records = {_RECORD: directory.run_json, "metrics.jsonl": directory.metrics}
-        self._location: ObjectStoreLocation | None = None
-        self.copier = Copier(self._reach, address, keep=keep, records=self._records)
+        self.copier = Copier(lambda: self._location, address, keep=keep, records=self._records)
         self.notes: list[str] = []
         """What is worth saying once training begins."""
 
-    def _reach(self) -> ObjectStoreLocation:
-        if self._location is None:
-            self._location = ObjectStoreLocation(Client(self.address))
-        return self._location
+    @cached_property
+    def _location(self) -> ObjectStoreLocation:
+        return ObjectStoreLocation(Client(self.address))
 
     def prepare(self, fits: Fits) -> None:
         """See that snapshots can be kept there, and bring the newest one that fits where the disk has none as new.
@@ -51,10 +50,30 @@ class RemoteCopy:
             ConfigError: it cannot be reached or written to, or holds what another script has kept.
             SnapshotError: it has snapshots, the disk has none, and none can be continued from.
         """
-        self.notes = self._on_rank_0(lambda: self._prepare(fits))
+        notes: list[str] = []
+        raised: list[BaseException] = []
 
-    def _prepare(self, fits: Fits) -> list[str]:
-        location, folder, disk = self._reach(), self._directory.snapshots, Disk()
+        def bring() -> None:
+            try:
+                notes.extend(self._bring(fits))
+            except OSError as trouble:
+                fix = "see that this machine reaches the store, and that the disk has room; then start it again"
+                raised.append(SnapshotError(sentence(trouble), where=self.address, fix=fix))
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=bring, name="manyhosts-bring", daemon=True)
+        if self._world.is_rank_0:
+            thread.start()
+        while self._world.any(_still_runs(thread)):  # so that no one takes a long download for a worker that is gone
+            pass
+        error = next(iter(raised), None)
+        if error is not None and not isinstance(error, ManyhostsError):
+            raise error  # a fault of ours
+        self.notes = gather_plain(self._world, notes, error)[0]
+
+    def _bring(self, fits: Fits) -> list[str]:
+        location, folder, disk = self._location, self._directory.snapshots, Disk()
         location.client.check()
         self._see_whose_it_is(location)
         here = newest_complete(folder)
@@ -87,31 +106,6 @@ class RemoteCopy:
                 fix="give each run an address of its own",
             )
 
-    def _on_rank_0(self, act: Callable[[], list[str]]) -> list[str]:
-        """What `act` gives on rank 0, or the error that it raises there, on every worker."""
-        notes: list[str] = []
-        raised: list[BaseException] = []
-
-        def download() -> None:
-            try:
-                notes.extend(act())
-            except OSError as trouble:
-                fix = "see that this machine reaches the store, and that the disk has room; then start it again"
-                raised.append(SnapshotError(sentence(trouble), where=self.address, fix=fix))
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=download, name="manyhosts-bring", daemon=True)
-        if self._world.is_rank_0:
-            thread.start()
-        while self._world.any(_still_runs(thread)):  # so that no one takes a long download for a worker that is gone
-            pass
-        error = next(iter(raised), None)
-        if error is not None and not isinstance(error, ManyhostsError):
-            raise error  # a fault of ours
-        reported: list[str] = gather_plain(self._world, notes, error)[0]
-        return reported
-
     def offer(self, path: Path) -> None:
         """Copy the entire snapshot in the folder `path`, soon, where this worker is rank 0."""
         if self._world.is_rank_0:
@@ -131,7 +125,7 @@ class RemoteCopy:
         newest = newest_complete(self._directory.snapshots, content=False) if self._world.is_rank_0 else None
         if newest is not None:
             with suppress(OSError, ManyhostsError):
-                self._reach().add_end(newest.path, self._records)
+                self._location.add_end(newest.path, self._records)
 
     def finish(self, meanwhile: Callable[[], None]) -> None:
         """Wait until all is copied. Every worker calls this; `meanwhile` is called now and then."""

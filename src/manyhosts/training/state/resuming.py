@@ -190,11 +190,8 @@ def compare(before: Mapping[str, Any], now: Callable[[], Mapping[str, Any]], wor
     error: ManyhostsError | None = None
     if world.is_rank_0:
         asked = json.loads(json.dumps(now()))
-        for kind, what in _refusals(before, asked):
-            error = kind(what, where=where, fix=FIX)
-            break
-        else:
-            found = list(_changes(before, asked))
+        error = next((kind(what, where=where, fix=FIX) for kind, what in _refusals(before, asked)), None)
+        found = [] if error else list(_changes(before, asked))
     reported = gather_plain(world, found, error)[0]
     return Changes(tuple(text for _, text in reported if text), frozenset(key for key, _ in reported))
 
@@ -206,18 +203,15 @@ def _refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         if (begun := before.get(key, _ABSENT.get(key))) not in (now[key], _UNSAID):
             yield ConfigError, f"{key} is {_word(now[key])}, and the run began with {_word(begun)}"
     if len(before["groups"]) != len(now["groups"]):
-        counts = len(now["groups"]), len(before["groups"])
-        yield (
-            ConfigError,
-            f"the optimizer has {counts[0]} parameter groups, and the run began with {counts[1]}",
-        )
+        counts = f"{len(now['groups'])} parameter groups, and the run began with {len(before['groups'])}"
+        yield ConfigError, f"the optimizer has {counts}"
     for number, (old, new) in enumerate(zip(before["groups"], now["groups"], strict=False)):
+        of_group = f"parameter group {number} of the optimizer"
         if old["tensors"] != new["tensors"]:
-            words = f"{new['tensors']} parameters, and the run began with {old['tensors']} there"
-            yield ConfigError, f"parameter group {number} of the optimizer has {words}"
+            there = f"and the run began with {old['tensors']} there"
+            yield ConfigError, f"{of_group} has {new['tensors']} parameters, {there}"
         elif old["names"] != new["names"]:
-            words = "holds other parameters, or in another order, than when the run began"
-            yield ConfigError, f"parameter group {number} of the optimizer {words}"
+            yield ConfigError, f"{of_group} holds other parameters, or in another order, than when the run began"
     if reason := difference(before["data"], now["data"]):
         yield DataError, reason
 

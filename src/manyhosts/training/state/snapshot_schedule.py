@@ -53,9 +53,8 @@ class SnapshotSchedule:
         self.second = None if to is None else RemoteCopy(to, directory, keep=keep, script=script, world=parts.world)
         """Where each snapshot is copied to, besides the run directory."""
         self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
-        holding = parts.strategy.holding
-        separate = self.store.separate_disks
-        if separate and parts.world.any(any(is_cut(each, holding) for each in parts.trained.parameters())):
+        holding, parameters = parts.strategy.holding, parts.trained.parameters()
+        if self.store.separate_disks and parts.world.any(any(is_cut(each, holding) for each in parameters)):
             raise ConfigError(
                 f"with strategy {self.strategy!r} each worker writes its part of a snapshot, and these hosts share "
                 "no disk",
@@ -87,13 +86,13 @@ class SnapshotSchedule:
         Raises:
             ConfigError: one is not.
         """
-        rules = {"early_stopping.metric": ("early stopping watches", self.rule)}
+        watched = {"early_stopping.metric": ("early stopping watches", self.rule.metric)}
         if self.settings.best is not None:
-            rules["best.metric"] = ("the best model is chosen by", self.best_rule)  # type: ignore[assignment]
-        for where, (does, rule) in rules.items():
-            if rule.metric not in values:
+            watched["best.metric"] = ("the best model is chosen by", self.best_rule.metric)
+        for where, (does, metric) in watched.items():
+            if metric not in values:
                 raise ConfigError(
-                    f"{does} {rule.metric!r}, which no one reports",
+                    f"{does} {metric!r}, which no one reports",
                     where=where,
                     fix=f"choose one of {', '.join(sorted(values))}, or add it to mh.Trainer(metrics=…)",
                 )
@@ -117,9 +116,8 @@ class SnapshotSchedule:
         holding = parts.strategy.holding
         # Where models diverge theirs is the mean.
         weights, base = self._weights(state.step)
-        everything = {**training_state_dict(parts), **weights, "run": state.to_dict()}
         self.store.save(
-            in_parts(everything, holding),
+            in_parts({**training_state_dict(parts), **weights, "run": state.to_dict()}, holding),
             self._facts(state, base),
             own=own if any(own.values()) else None,
             unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
@@ -140,9 +138,9 @@ class SnapshotSchedule:
             with parts.callbacks.evaluated(parts.trained):
                 is_uncut = self.store.save_alone(self.directory.best, weights_of(parts), facts)
         if is_uncut:
-            path = self.store.folder / f"step-{state.step:08d}"
             everything, equal = {**training_state_dict(parts), "run": state.to_dict()}, parts.strategy.state_dict()
-            is_uncut = self.store.save_alone(path, everything, facts, {"strategy": equal} if equal else None)
+            own = {"strategy": equal} if equal else None
+            is_uncut = self.store.save_alone(self.path_of(state.step), everything, facts, own)
         self.listen()
         return is_uncut
 
@@ -170,9 +168,8 @@ class SnapshotSchedule:
         is_there = self.store.leads_disk() and self.directory.best.exists()
         if is_there:
             self.directory.best.rename(self.directory.path / name)
-        # No one takes it meanwhile.
-        other = ": best had that of another step, as of a part of the run that was not resumed, which is in {} now"
-        where = other.format(name) if self.parts.world.any(is_there) else ""
+        other = f": best had that of another step, as of a part of the run that was not resumed, which is in {name} now"
+        where = other if self.parts.world.any(is_there) else ""  # no one takes it meanwhile
         return (
             f"the best model, of step {state.best_step}, is not on the disk{where}; the best weights are the last ones"
         )
@@ -180,8 +177,8 @@ class SnapshotSchedule:
     def leave_out(self, state: RunState) -> None:
         """Make no snapshot here, for a disk does not take the records of the steps that it would count."""
         self.saved_at = state.step
-        path = self.store.folder / f"step-{state.step:08d}"
         self.trouble = _NO_RECORDS
+        path = self.path_of(state.step)
         self.emit(SnapshotSkipped(step=state.step, path=path, reason=_NO_RECORDS, time=time.time()))
 
     def save_best(self, state: RunState) -> None:
@@ -208,15 +205,11 @@ class SnapshotSchedule:
         Raises:
             TrainingError: they do not hold the same.
         """
-        parts, moment = self.parts, f"before the snapshot of step {step}"
-        base = parts.frozen_base.for_snapshot()
-
-        def kept() -> dict[str, Any]:
-            compare_weights(parts, moment)
-            return parts.frozen_base.without(weights_of(parts)) if base else weights_of(parts)
-
+        parts, base = self.parts, self.parts.frozen_base.for_snapshot()
         with parts.strategy.averaged(parts.trained) as is_mean:
-            return copied(kept()) if is_mean else kept(), base
+            compare_weights(parts, f"before the snapshot of step {step}")
+            weights = weights_of(parts, but_frozen=bool(base))
+            return copied(weights) if is_mean else weights, base
 
     def before_update(self) -> None:
         """Wait until a snapshot under way has copied what the update will change."""
@@ -227,10 +220,10 @@ class SnapshotSchedule:
         """Report what became of snapshots whose writing has ended."""
         self.is_writing = self.second is not None or self.store.under_way is not None
         for news in self.store.finished():
-            if isinstance(news, SnapshotSaved) and news.path.parent == self.directory.snapshots:
-                self.newest = news
             if isinstance(news, SnapshotSkipped):
                 self.trouble = news.reason
+            elif news.path.parent == self.directory.snapshots:
+                self.newest = news
             if isinstance(news, SnapshotSaved) and self.second is not None:
                 self.second.offer(news.path)
             self.emit(news)
@@ -244,8 +237,7 @@ class SnapshotSchedule:
         """
         under_way = self.store.under_way
         self.store.abandon(after_s=after_s)
-        self.store.wait()
-        self.listen()
+        self.finish()
         return under_way is not None and under_way != self.directory.best
 
     def finish(self) -> None:
@@ -280,8 +272,8 @@ class SnapshotSchedule:
 
     def has_complete(self, step: int) -> bool:
         """Whether the snapshot of `step` is on rank 0's disk, complete. Every worker calls this, after `finish`."""
-        newest = self.newest
-        return not self.parts.world.any(self.parts.world.is_rank_0 and (newest is None or newest.step != step))
+        is_there = self.newest is not None and self.newest.step == step
+        return not self.parts.world.any(self.parts.world.is_rank_0 and not is_there)
 
     def is_short_of_room(self) -> bool:
         """Whether rank 0 could not write the last snapshot for want of room. Every worker calls this."""
@@ -298,12 +290,14 @@ class SnapshotSchedule:
             self.emit(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
         return self.parts.world.any(self.parts.world.is_rank_0 and dropped is not None)
 
+    def path_of(self, step: int) -> Path:
+        """Where the snapshot of `step` is, or would be."""
+        return self.store.folder / f"step-{step:08d}"
+
     def last_good(self) -> str:
         """The newest snapshot, in a sentence."""
         self.finish()
-        if self.newest is None:
-            return "There is no snapshot yet."
-        return f"The last good snapshot is {self.newest.path}."
+        return "There is no snapshot yet." if self.newest is None else f"The last good snapshot is {self.newest.path}."
 
     def restore(self) -> tuple[RunState, Loaded | None]:
         """Take up the newest snapshot that fits; a fresh state where there is none.
@@ -316,7 +310,7 @@ class SnapshotSchedule:
         self.best_saved_at = -1  # the best model may be of a step that is done again
         if loaded is None:
             return RunState(), None
-        parts, kept, asked = self.parts, state_of(loaded, self.parts), loaded.facts.run
+        parts, kept, asked = self.parts, state_of(loaded.stored, self.parts), loaded.facts.run
         self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
         state = RunState.from_dict(kept["run"], {})
         take_up(parts, kept, schedule=not self.changes.optimizer)
@@ -352,32 +346,29 @@ class SnapshotSchedule:
             state.best, state.best_step = None, -1
         if "stopping" in self.changes.keys:
             state.stopping_best, state.validations_without_gain = None, 0
-        stops_early = self.settings.early_stopping is not None
-        if "early_stopping" in self.changes.keys and not (
-            stops_early and state.validations_without_gain >= self.rule.patience
-        ):
+        is_over = self.settings.early_stopping is not None and state.validations_without_gain >= self.rule.patience
+        if "early_stopping" in self.changes.keys and not is_over:
             state.ended = ""
 
     def take_end(self, step: int) -> bool:
         """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and complete."""
         self.store.wait()
         try:
-            loaded = load(self.store.folder / f"step-{step:08d}", self.parts.fits())
+            loaded = load(self.path_of(step), self.parts.fits())
         except (SnapshotError, OSError):
             return False
-        take_up(self.parts, state_of(loaded, self.parts))
+        take_up(self.parts, state_of(loaded.stored, self.parts))
         self.saved_at = step
         return True
 
     def _facts(self, state: RunState, base: str = "") -> Facts:
         """`base`: the checksum of frozen weights that the snapshot does without."""
-        position = state.position
         # Others write no manifest, and need not look at the data for it.
         asked = asked_of(self.settings, self.parts) if self.parts.world.is_rank_0 or self.store.separate_disks else {}
         return Facts(
             step=state.step,
-            epoch=position.epoch,
-            position={"epoch": position.epoch, "sample": position.sample},
+            epoch=state.position.epoch,
+            position={"epoch": state.position.epoch, "sample": state.position.sample},
             strategy=self.strategy,
             model=self.parts.fingerprint(),
             run={**asked, KEY: base} if base else asked,
@@ -390,5 +381,4 @@ def _updated(parts: Parts) -> list[torch.Tensor]:
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state."""
     return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]

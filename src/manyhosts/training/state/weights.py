@@ -6,11 +6,13 @@ Each worker reads what it holds.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -39,56 +41,25 @@ _INDEX = "model.safetensors.index.json"
 _MOST_NAMED = 8
 
 
-class Stored(Protocol):
-    """A tensor that is there and not in memory yet."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Readable:
+    """A tensor in memory, or in a safetensors file: of a block of that no more is read."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of all of it."""
-
-    def full(self) -> Tensor:
-        """All of it."""
-
-    def block(self, box: Box) -> Tensor:
-        """A part of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFile:
-    """A tensor in a safetensors file: of a block no more is read than that."""
-
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
+    shape: tuple[int, ...]
+    source: Any
+    """What gives a block by its slices; of a tensor without dimensions a file gives none."""
+    whole: Callable[[], Tensor]
 
     def full(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor
+        return self.whole()
 
     def block(self, box: Box) -> Tensor:
-        if not box.shape:
-            return self.full()
-        places = tuple(slice(begin, begin + side) for begin, side in zip(box.offset, box.shape, strict=True))
-        part: Tensor = self.file.get_slice(self.name)[places]
+        part: Tensor = self.source[box.within(Box.full(self.shape))] if box.shape else self.full()
         return part
 
 
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def full(self) -> Tensor:
-        return self.tensor
-
-    def block(self, box: Box) -> Tensor:
-        return self.tensor[box.within(Box.full(self.shape))]
+Stored = StoredTensor | _Readable
+"""A tensor that is there, and perhaps not in memory yet."""
 
 
 def load_initial(parts: Parts, init: InitFrom) -> None:
@@ -98,27 +69,23 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
         ConfigError: there are none, they cannot be read, or they are of another model than `init` allows.
     """
     read = _read(init)
+    for new, times in Counter(map(init.renamed, read)).items():
+        if times > 1:
+            old = [name for name in read if init.renamed(name) == new]
+            raise ConfigError(
+                f"rename makes {new} of both {old[0]} and {old[1]}",
+                where=init.where,
+                fix="let one of them have another name, and leave it out: "
+                f'rename={{"{old[1]}": "unused.{old[1]}", …}}, extra=["unused.*"]',
+            )
     found = {init.renamed(name): each for name, each in read.items()}
-    if len(found) < len(read):
-        names: dict[str, list[str]] = {}
-        for name in read:
-            names.setdefault(init.renamed(name), []).append(name)
-        new, old = next(each for each in names.items() if len(each[1]) > 1)
-        raise ConfigError(
-            f"rename makes {new} of both {old[0]} and {old[1]}",
-            where=init.where,
-            fix=f'let one of them have another name, and leave it out: rename={{"{old[1]}": "unused.{old[1]}", …}}, '
-            'extra=["unused.*"]',
-        )
-    model = parts.model
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    ties = _ties(model)
+    own = {name: tensor for name, tensor in parts.model.state_dict().items() if isinstance(tensor, Tensor)}
+    ties = _ties(parts.model)
     taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, ties)
     _see_that_ties_agree(init, found, ties)
-    holding = parts.strategy.holding
     with torch.no_grad():
         for name in filter(taken.__contains__, own):  # in the model's order
-            block = holding.block(own[name])
+            block = parts.strategy.holding.block(own[name])
             if block.local.numel():
                 write(block.local, found[name].block(block.box))
     note = f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there"
@@ -138,27 +105,24 @@ def frozen(model: ModelOrMaker, patterns: Iterable[str]) -> ModelOrMaker:
     wanted = list(patterns)
 
     def freeze(made: Any) -> Any:
-        if isinstance(made, nn.Module):
-            names = dict(made.named_parameters())
-            for pattern in wanted:
-                if not any(matches(name, [pattern]) for name in names):
-                    raise ConfigError(
-                        f"no parameter matches {pattern!r}",
-                        where="mh.InitFrom(freeze=…)",
-                        fix=f"{nearest(pattern, names)}they are: {_named(names)}",
-                    )
-            for name, parameter in names.items():
-                if matches(name, wanted):
-                    parameter.requires_grad_(False)
+        if not isinstance(made, nn.Module):
+            return made
+        names = dict(made.named_parameters())
+        for pattern in wanted:
+            if not any(matches(name, [pattern]) for name in names):
+                raise ConfigError(
+                    f"no parameter matches {pattern!r}",
+                    where="mh.InitFrom(freeze=…)",
+                    fix=f"{nearest(pattern, names)}they are: {_named(names)}",
+                )
+        for name, parameter in names.items():
+            if matches(name, wanted):
+                parameter.requires_grad_(False)
         return made
 
     if not wanted:
         return model
-    if isinstance(model, nn.Module):
-        full: nn.Module = freeze(model)
-        return full
-    make: Callable[[], nn.Module] = model
-    return lambda: freeze(make())
+    return freeze(model) if isinstance(model, nn.Module) else lambda: freeze(model())
 
 
 def _agreed(
@@ -171,11 +135,8 @@ def _agreed(
     """
     shaped = {name for name in own.keys() & found.keys() if found[name].shape != own[name]}
     missing = {name for name in own.keys() - found.keys() if ties.get(name, name) not in found}
-    extra = found.keys() - own.keys()
-    wrong = {
-        "missing": {name for name in missing | shaped if not matches(name, init.missing)},
-        "extra": {name for name in extra if not matches(name, init.extra)},
-    }
+    names = {"missing": missing | shaped, "extra": found.keys() - own.keys()}
+    wrong = {key: {name for name in each if not matches(name, getattr(init, key))} for key, each in names.items()}
     if not any(wrong.values()):
         return (own.keys() & found.keys()) - shaped
     lines = []
@@ -183,9 +144,10 @@ def _agreed(
         lines.append(f"not there: {_named(lacking)}")
     if wrong["extra"]:
         lines.append(f"not in this model: {_named(wrong['extra'])}")
-    for name in sorted(wrong["missing"] & shaped)[:_MOST_NAMED]:
-        lines.append(f"{name} has shape {found[name].shape} there, and {own[name]} in this model")
-    names = {"missing": missing | shaped, "extra": extra}
+    lines += [
+        f"{name} has shape {found[name].shape} there, and {own[name]} in this model"
+        for name in sorted(wrong["missing"] & shaped)[:_MOST_NAMED]
+    ]
     idle = [
         each for key in names for each in getattr(init, key) if not any(matches(name, [each]) for name in names[key])
     ]
@@ -252,22 +214,27 @@ def _in_folder(path: Path) -> Mapping[str, Stored]:
     if (path / _INDEX).exists():
         files = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
         return {name: each for file in files for name, each in _in_file(path / Path(file).name).items()}
-    if not (path / NAME).exists() and not RunDirectory(path).snapshots.exists():
+    if (path / NAME).exists():
+        stored = of_model(load_snapshot(path).stored, path)
+        return {name: each for name, each in stored.items() if isinstance(each, StoredTensor)}
+    if not RunDirectory(path).snapshots.exists():
         for file in ("model.safetensors", "adapter_model.safetensors"):
             if (path / file).exists():
                 return _in_file(path / file)
-    if (path / NAME).exists():
-        return _tensors_of(of_model(load_snapshot(path).stored, path))
-    return {name: _InMemory(each) for name, each in load(path).items() if isinstance(each, Tensor)}
-
-
-def _tensors_of(stored: Mapping[str, Any]) -> Mapping[str, Stored]:
-    return {name: each for name, each in stored.items() if isinstance(each, StoredTensor)}
+    return _tensors_of(load(path))
 
 
 def _in_file(path: Path) -> Mapping[str, Stored]:
-    file = safe_open(path, framework="pt")
-    return {name: _InFile(file, name) for name in list(file.keys())}  # type: ignore[no-untyped-call]
+    file: Any = safe_open(path, framework="pt")
+    slices = {name: file.get_slice(name) for name in list(file.keys())}
+    return {
+        name: _Readable(tuple(each.get_shape()), each, partial(file.get_tensor, name)) for name, each in slices.items()
+    }
+
+
+def _tensors_of(weights: Mapping[str, Any]) -> Mapping[str, Stored]:
+    tensors = {name: each for name, each in weights.items() if isinstance(each, Tensor)}
+    return {name: _Readable(tuple(each.shape), each, each.detach) for name, each in tensors.items()}
 
 
 def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
@@ -278,7 +245,7 @@ def _in_memory(weights: Any, init: InitFrom) -> Mapping[str, Stored]:
         inside = [key for key, each in entries.items() if isinstance(each, Mapping)]
         fix = f"give one of its entries: init_from=torch.load(PATH)[{inside[0]!r}]; or " if inside else ""
         raise ConfigError(f"no state_dict is in it{keys}", where=init.where, fix=f"{fix}{_FIX}")
-    return {name: _InMemory(each) for name, each in inner.items() if isinstance(each, Tensor)}
+    return _tensors_of(inner)
 
 
 def chosen(weights: Literal["best", "last"], run: Fit | None) -> Path | None:
@@ -334,8 +301,8 @@ def holding(weights: Literal["best", "last"], parts: Parts, run: Fit | None) -> 
             yield used
         return
     found = load_snapshot(best, parts.fits())
-    now = copied(parts.frozen_base.without(weights_of(parts)) if KEY in found.facts.run else weights_of(parts))
-    put_weights(parts, state_of(found, parts))
+    now = copied(weights_of(parts, but_frozen=KEY in found.facts.run))
+    put_weights(parts, state_of(found.stored, parts))
     try:
         yield used
     finally:

@@ -60,7 +60,7 @@ class _Forward:
     """What is kept of each sample: the model's outputs, its targets, its loss."""
 
     def __init__(self, run: TrainedRun) -> None:
-        self._step, self._loss, self._where = run.trainer.step, run.trainer.loss, run.trainer.called_in
+        self._step, self._loss, self._where = run.trainer.user_step, run.trainer.loss, run.trainer.called_in
         self._has_counts, weighing = run.trainer.has_counts, run.trainer.parts.weighing
         self._rule = weighing.rule or weighing.classes
 

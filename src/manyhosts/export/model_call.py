@@ -162,8 +162,8 @@ class ModelCall:
             with torch.no_grad():
                 if isinstance(trainer, Run) and len(trainer.models) == 1 and not trainer.evaluates:
                     of_inputs(self.run.model, batch)
-                elif trainer.step is not None:
-                    trainer.step(trainer.model, batch)
+                elif trainer.user_step is not None:
+                    trainer.user_step(trainer.model, batch)
                 else:
                     trainer.model(pair(batch)[0])
         except _Called as found:

@@ -172,7 +172,7 @@ class Session:
         self.data = data
         self.metrics = flattened(metrics or {})
         self.settings = with_direction(self.settings, data, self.metrics)
-        self.loss, self.step = loss, step
+        self.loss, self.user_step = loss, step
         self.listeners, acting = list(listeners), Callbacks(_listed(options.get("callbacks", ())))
         check_callbacks(acting)
         init_from = options.get("init_from")
@@ -439,7 +439,7 @@ class Session:
     def _evaluated(self, evaluation: OfAllSets, which: str) -> dict[str, float]:
         compare_weights(self.parts, f"before {which}")
         weighing = self.parts.weighing
-        if self._run is None and self.step is not None and not (self.has_counts or weighing.said or weighing.rule):
+        if self._run is None and self.user_step is not None and not (self.has_counts or weighing.said or weighing.rule):
             text = "the loss is averaged over samples: no step of fit has shown whether it is a mean over labels, say"
             sys.stderr.write(f"manyhosts: {text}; weight= says it\n" * self.world.is_rank_0)
         return evaluation(self.model)
@@ -476,7 +476,7 @@ class Session:
         return Evaluation(
             self._passes(dataset, name),
             loss=self.loss,
-            step=self.step,
+            step=self.user_step,
             metrics=self.metrics,
             weighing=self.parts.weighing,
             has_counts=self.has_counts,

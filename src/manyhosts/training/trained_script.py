@@ -45,7 +45,7 @@ class TrainedRun:
     """A run whose script has come to `fit`, with the weights of one snapshot in its model."""
 
     trainer: Session
-    """As the script made it: `model` is placed and has the weights, `parts`, `loss`, `step` and `metrics` are ready;
+    """As the script made it: `model` is placed and has the weights; `parts`, `loss`, `user_step`, `metrics` are ready;
     `validate`, `test` and `predict` work."""
     directory: RunDirectory
     record: RunRecord

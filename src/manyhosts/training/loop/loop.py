@@ -389,7 +389,9 @@ class Loop:
 
     def __init__(self, training: Training, pace: StragglerMonitor | None = None) -> None:
         """`pace`: see `AfterStep`."""
-        self.training = training
+        self.training, parts = training, training.parts
+        if parts.own_step is None and not parts.model.training:
+            parts.trained.train()  # as the script has left it after the fit before; see also `make_model`
         self.step_reporter = StepReporter(training)
         self.after_step = AfterStep(training, self.step_reporter, pace)
         self.stepper = Stepper(training)
@@ -403,7 +405,6 @@ class Loop:
             BadStep: a step went wrong, and all are to go back to before it.
         """
         training, parts, state = self.training, self.training.parts, self.training.state
-        parts.trained.train()
         if parts.watcher is not None:
             parts.watcher.begins(parts, training.settings, state)
         self.stepper.counting.settled = False

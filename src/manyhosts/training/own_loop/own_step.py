@@ -40,7 +40,7 @@ from manyhosts.loss.compute import ForwardPass, check_gradient, step_values
 from manyhosts.model.buffers import BufferCopies, ParameterCopies
 from manyhosts.model.combined_optimizer import CombinedOptimizer
 from manyhosts.model.held_values import Held, HeldValues, changed_attributes
-from manyhosts.model.optimizer_state import advance
+from manyhosts.model.optimizer_state import advance, without_functions
 from manyhosts.refusals import place_in_script
 from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
@@ -62,6 +62,8 @@ _INSTEAD = {
 """What is for the step of a Trainer, and what to do in a loop of one's own."""
 _FEW = 1 << 14
 """Numbers in the gradients of a small model."""
+_SAME_ROWS = 2e-2
+"""By this share of their norm rows may differ from those computed without a graph before: in half precision, say."""
 _LOOKS = 3
 """Steps after which plain attributes of models are looked at."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
@@ -178,6 +180,8 @@ class OwnStep:
         self._known: set[str] = set()
         """What was in `run.state` when it was looked at last."""
         self._new_buffers: list[tuple[nn.Module, str]] = []
+        self._gradients: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
+        """In the first steps: those that parameters had before the step under way, and how often each was written."""
 
     def use(self, strategy: Strategy, settings: Settings, world: World) -> None:
         """Sum gradients by `strategy`, which has not placed the models yet.
@@ -205,6 +209,14 @@ class OwnStep:
     def begin(self, verbs: Verbs, run_state: RunState, *, remembers: bool) -> None:
         """A run begins. `remembers`: whether a step may be made again, so that what it changes is copied before."""
         self.verbs, self.run_state, self.remembers = verbs, run_state, remembers
+        stepped = {each for group in self.groups.values() for each in group.parameters}
+        for name, model in self.model.named_children():
+            if not model.training and not stepped.isdisjoint(model.parameters()):
+                model.train()
+                self.world.notes.append(
+                    f"the model {name!r} was in evaluation mode, and is trained in training mode; to train it in "
+                    f"evaluation mode, call run.models[{name!r}].eval() in the step"
+                )
 
     def take_models(self, placed: nn.Module, compute: ForwardPass) -> None:
         """Know the models as they were placed, and what a forward pass runs in."""
@@ -233,9 +245,12 @@ class OwnStep:
         self.pieces = pieces
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
         self.calls, self.logged, self.norms, self.losses, self.pending = 0, {}, [], {}, set()
-        self._broken, self.parts.live = None, {}
+        self._broken, self.parts.live, self._new_buffers = None, {}, []
         if self.remembers:
             self._keep()
+        if self._looks:
+            grads = {each: each.grad for each in self._placed}
+            self._gradients = {each: (grad, 0 if grad is None else grad._version) for each, grad in grads.items()}
         if self._plain is None:
             self._plain = (values := HeldValues(self.model, self.written)).now()
             self.world.notes += _of_others(values.modules, self._modules)
@@ -396,6 +411,8 @@ class OwnStep:
         try:
             _check_called(loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
+            if self._looks and group.name not in self.pending:
+                self._refuse_lost(group)
             self.calls += 1
             added_to = group.parameters if group.name in self.pending else []
             old = [None if each.grad is None else each.grad.clone() for each in added_to]
@@ -417,6 +434,18 @@ class OwnStep:
         self.losses[group.name] = values["loss"]
         self._seed(self.calls, 0)  # the parts have left each worker's generators at its own last one
         return values
+
+    def _refuse_lost(self, group: Group) -> None:
+        """See that the step has not gone backward by itself for what the pass that begins now gives new gradients."""
+        for parameter in group.parameters:
+            grad, (before, version) = parameter.grad, self._gradients[parameter]
+            if grad is not None and (grad is not before or grad._version != version) and bool(grad.any()):
+                raise ConfigError(
+                    f"the step has computed gradients for {group.name!r} before run.backward, which begins with none: "
+                    "they would be lost",
+                    where="run.backward",
+                    fix="make what they are of a part of the loss, or go backward by yourself after run.backward",
+                )
 
     def _of_pieces(self, loss: LossOf, group: Group) -> dict[str, Tensor]:
         """The gradient of the mean over all that the micro-batches count, divided once, when the sums are there.
@@ -478,24 +507,31 @@ class OwnStep:
         if self.strategy.statistics is not None:
             self.strategy.statistics.take()
         reported = dict(sorted(each for worker in gather(self.world, {"rows": own}) for each in worker["rows"].items()))
-        leaves = [torch.cat(parts).requires_grad_() for parts in zip(*reported.values(), strict=True)]
-        begins = dict(zip(reported, accumulate((len(rows[0]) for rows in reported.values()), initial=0), strict=False))
+        leaves = [torch.cat(parts) for parts in zip(*reported.values(), strict=True)]
+        places = [accumulate(map(len, parts), initial=0) for parts in zip(*reported.values(), strict=True)]
+        begins = dict(zip(reported, zip(*places, strict=True), strict=False))
+        # Labels and indices are rows, too, and have no gradient; frozen parameters have none either.
+        moved = [each.requires_grad_() for each in leaves if each.is_floating_point() or each.is_complex()]
+        trained = [each for each in group.parameters if each.requires_grad]
         self._seed(self.calls, 1)
         with self.compute.context():
             values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), "run.backward")
         check_gradient(values["loss"], "run.backward(over_batch=…)", of="or row that it is given")
-        found = torch.autograd.grad(values["loss"], [*leaves, *group.parameters], allow_unused=True)
-        by_row, own_gradients = found[: len(leaves)], found[len(leaves) :]
+        found = torch.autograd.grad(values["loss"], [*moved, *trained], allow_unused=True)
+        gradients = iter(found)
+        by_row = [next(gradients) if each.requires_grad else None for each in leaves]
 
         def surrogate(_module: nn.Module, piece: Piece) -> Mapping[str, Tensor]:
             result = self._called(rows_of, piece)
             rows, zero = result if isinstance(result, tuple) else (result,), torch.zeros((), device=self.world.device)
             if not piece.weight:
                 return {"loss": sum((each.sum() for each in rows), zero)}
-            first = begins[piece.address[1:]]
+            address = piece.address[1:]
+            if self._looks:
+                _refuse_others(rows, own[address])
             pairs = (
                 (each * gradient[first : first + len(each)]).sum()
-                for each, gradient in zip(rows, by_row, strict=True)
+                for each, gradient, first in zip(rows, by_row, begins[address], strict=True)
                 if gradient is not None
             )
             found = sum(pairs, zero)
@@ -503,7 +539,7 @@ class OwnStep:
             return {"loss": found}
 
         self.verbs.backward(self.pieces or [], surrogate)
-        for parameter, gradient in zip(group.parameters, own_gradients, strict=True):
+        for parameter, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return {name: each.detach().double() for name, each in values.items()}
@@ -635,7 +671,7 @@ class OwnStep:
         """The schedulers, `run.state`, and what belongs to parts."""
         return {
             "schedulers": {
-                name: {key: value for key, value in each.scheduler.state_dict().items() if not callable(value)}
+                name: without_functions(each.scheduler.state_dict())
                 for name, each in self.groups.items()
                 if each.scheduler is not None
             },
@@ -654,6 +690,22 @@ class OwnStep:
                 scheduler.load_state_dict(dict(kept))
         load(self.state, state["state"])
         self.parts.kept = {int(index): kept for index, kept in state["parts"].items()}
+
+
+def _refuse_others(rows: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """See that a micro-batch has given the same rows again, up to rounding."""
+    for now, first in zip((each.detach() for each in rows), before, strict=True):
+        is_same = now.shape == first.shape and (
+            not now.is_floating_point() or bool((now - first).norm() <= _SAME_ROWS * first.norm())
+        )
+        if not is_same and bool(now.isfinite().all()):
+            raise ConfigError(
+                "the function that gives rows to over_batch gives others when it is called again for the same "
+                "micro-batch: it is called twice, without a graph and with one",
+                where="run.backward(over_batch=…)",
+                fix="draw in it by torch's own generator alone, which begins again, and take what comes from an "
+                "iterator, or from a generator of the script's own, in the step, before run.backward",
+            )
 
 
 def _of_nothing(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:

@@ -225,6 +225,8 @@ def make_model(model: ModelOrMaker, settings: Settings) -> nn.Module:
             where="mh.Trainer(model=…)",
             fix="set requires_grad on those that should change",
         )
+    if not model.training:
+        model.train()  # Hugging Face makes them so; a part that alone is in evaluation mode stays so: a frozen norm
     return model
 
 

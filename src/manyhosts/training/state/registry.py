@@ -139,11 +139,13 @@ def training_state_dict(parts: Parts) -> dict[str, Any]:
 
 def _equal_everywhere(parts: Parts) -> dict[str, Any]:
     """Of that what is equal on all workers, also where each has a part of the model."""
+    evaluating = [name for name, each in parts.trained.named_modules() if not each.training]
     return {
         "schedule": {} if parts.schedule is None else without_functions(parts.schedule.state_dict()),
         "scaler": parts.precision.state_dict(),
         "random": {"torch": torch.get_rng_state()},
         "objects": {name: each.state_dict() for name, each in parts.objects.items()},
+        **({} if parts.strategy.mesh.size("pipe") > 1 else {"evaluating": evaluating}),
     }
 
 
@@ -162,6 +164,9 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
         parts.schedule.load_state_dict(kept["schedule"])
     parts.precision.load_state_dict(kept["scaler"])
     torch.set_rng_state(kept["random"]["torch"])
+    if "evaluating" in kept:  # snapshots of before have none, nor has one of a model that is cut into stages
+        for name, module in parts.trained.named_modules():
+            module.training = name not in kept["evaluating"]
     for name, each in parts.objects.items():
         if name in kept.get("objects", {}):  # snapshots of before have none
             state = kept["objects"][name]

@@ -116,3 +116,26 @@ def test_names_that_are_logged_on_some_workers_alone_end_the_step(kind: str, wor
     assert first == second
     assert words in first
     assert bool(words) is ("run.log, " in first and "test_own_loop_faults.py, line" in first)
+
+
+def with_a_teacher(rank: int, folder: Path, seed: int | None) -> str:
+    torch.manual_seed(rank if seed is None else seed)
+    teacher, run = nn.Linear(3, 1), made(folder)
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda batch: nn.functional.mse_loss(run.models["model"](batch[0]), teacher(batch[0])))
+        run.update()
+
+    try:
+        run.fit(step, "2 steps")
+    except ConfigError as error:
+        return f"{error.what} | {error.fix}"
+    return ""
+
+
+def test_module_of_the_steps_that_is_another_on_each_worker_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(2, with_a_teacher, tmp_path / "alike", 0) == ["", ""]
+    first, second = run_ranks(2, with_a_teacher, tmp_path / "other", None)
+    assert first == second
+    assert "modules that the step uses and the run was not given differ: teacher is a Linear with the checksum" in first
+    assert "torch.manual_seed(0)" in first

@@ -193,7 +193,7 @@ class _Call:
         }  # fmt: skip
         if known is None:
             # PyTorch's own layers change running values without a word, which then may be what they were by chance.
-            runs = {name for name in seen if isinstance(_holder(self.block, name), _NormBase)}
+            runs = {name for name in seen if isinstance(_module_with(self.block, name), _NormBase)}
             changed |= runs | {name for name, copy in before.items() if not _alike(get(name), copy)}
         elif late := sorted(changed - known):
             raise self._error(
@@ -235,7 +235,7 @@ class _Call:
         )
 
 
-def _holder(block: nn.Module, name: str) -> nn.Module:
+def _module_with(block: nn.Module, name: str) -> nn.Module:
     """The module in `block` that has the buffer called `name`."""
     return block.get_submodule(name.rpartition(".")[0])
 
@@ -243,7 +243,7 @@ def _holder(block: nn.Module, name: str) -> nn.Module:
 def _put(block: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Have `block` hold these, by name, and tell no one who listens to new buffers."""
     for name, tensor in buffers.items():
-        _holder(block, name)._buffers[name.rpartition(".")[2]] = tensor
+        _module_with(block, name)._buffers[name.rpartition(".")[2]] = tensor
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

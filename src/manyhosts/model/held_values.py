@@ -7,6 +7,7 @@ puts it back. Of a function it is what its code names: its closure, globals, and
 from __future__ import annotations
 
 import functools
+import io
 import random
 import types
 from collections import deque
@@ -52,9 +53,23 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda value: value.bit_generator.state,
         lambda value, before: setattr(value.bit_generator, "state", before),
     ),
+    np.random.RandomState: (lambda value: value.get_state(), lambda value, before: value.set_state(before)),
     set: (set, lambda value, before: (value.clear(), value.update(before))),
+    type: (
+        lambda value: {name: each for name, each in vars(value).items() if _is_number_of_class(name, each)},
+        lambda value, before: _set_numbers(value, before),
+    ),
 }
 """What holds numbers of its own: how they are copied, and how a copy is put back in place."""
+
+
+def _is_number_of_class(name: str, value: Any) -> bool:
+    return isinstance(value, _PLAIN) and not name.startswith("__")
+
+
+def _set_numbers(kind: type, before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        setattr(kind, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +172,8 @@ class HeldValues:
         """Whether code of the script's looks at `training`: of its modules, of the functions, and of what they call."""
         self.modules: dict[str, nn.Module] = {}
         """Those that the code of a function names."""
+        self.iterators: list[str] = []
+        """Names of those from which the code of a function may take the next."""
         self._add_modules("", module)
         waiting, seen = [each for each in functions if each is not None], set[int]()
         while waiting and len(seen) < _MOST_FUNCTIONS:
@@ -184,9 +201,10 @@ class HeldValues:
                 self._read(each for each in vars(kind).values() if isinstance(each, types.FunctionType))
         for path, part in module.named_modules():
             own = vars(part).keys() - _INTERNAL - _computed_by_hooks(part)
-            self._add_names(".".join(filter(None, (name, path))), vars(part), own)
+            self.add_names(".".join(filter(None, (name, path))), vars(part), own)
 
-    def _add_names(self, name: str, holder: dict[str, Any], keys: Iterable[str]) -> None:
+    def add_names(self, name: str, holder: dict[str, Any], keys: Iterable[str]) -> None:
+        """Look at these `keys` of `holder`, too."""
         self.places.update({f"{name}.{key}" if name else key: (holder, key) for key in keys})
 
     def _add(self, given: Any) -> list[Any]:
@@ -200,7 +218,7 @@ class HeldValues:
         if isinstance(given, nn.Module):
             self._add_modules("loss", given)
         elif _is_of_script(given):  # and not written in C, say
-            self._add_names(type(given).__name__, vars(given), vars(given))
+            self.add_names(type(given).__name__, vars(given), vars(given))
             return [type(given).__call__] if callable(given) else []
         return []
 
@@ -214,13 +232,18 @@ class HeldValues:
         names = {name for code in all_code(function.__code__) for name in code.co_names} & variables.keys()
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         places = {name: (variables, name) for name in names} | {name: (cell, "") for name, cell in cells}
-        self._add_names(function.__name__, vars(function), vars(function))
+        self.add_names(function.__name__, vars(function), vars(function))
+        arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+        defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False))
+        self.add_names(function.__name__, defaults, defaults)
         self.places.update(places)
         kept_values = {name: each for name, place in places.items() for each in _in_place(*place)}
         for name, each in kept_values.items():
             if isinstance(each, nn.Module):
                 self._add_modules(name, each)
                 self.modules[name] = each
+            elif isinstance(each, Iterator) and not isinstance(each, io.IOBase):
+                self.iterators.append(name)
         return [
             each
             for each in kept_values.values()
@@ -260,11 +283,12 @@ def changed_attributes(before: Held, after: Held) -> str:
     return (
         f"the step changes {changed[0]}{more}, a plain attribute of a model or a value of the script: snapshots do not "
         "have it, and it is not put back where a step is made again; keep it in a buffer or in run.state "
-        "(run.steps_done counts the steps), or a resumed run departs"
+        "(run.steps_done counts the steps), or a resumed run departs; and change it in the step: a loss is called for "
+        "each part of a batch, and what it changes belongs to that part (run.part.keep), or workers differ"
     )
 
 
-def _checksums(module: nn.Module) -> dict[str, str]:
+def checksums(module: nn.Module) -> dict[str, str]:
     """Of the plain tensors that a module holds: parts of a cut model, and what is no tensor, are left out."""
     kinds = (Tensor, nn.Parameter)
     return tensor_checksums({name: each for name, each in module.state_dict().items() if type(each) in kinds})
@@ -298,7 +322,7 @@ class CallbackWatch:
     def _attributes(self, callback: Callback) -> dict[str, Saved]:
         """Of a module that is none of the model's, such as an average, checksums of what it holds."""
         return {
-            name: saved(_checksums(each)) if isinstance(each, nn.Module) and each not in self._own else saved(each)
+            name: saved(checksums(each)) if isinstance(each, nn.Module) and each not in self._own else saved(each)
             for name, each in vars(callback).items()
         }
 

@@ -201,7 +201,8 @@ class VirtualWorkers(UncutModel):
                 f"the forward pass changes the {self.model_watch.watch.kind_of(names[0])} {names[0]!r}, whose bits"
                 " would depend on who computes what",
                 where="virtual_workers",
-                fix="leave virtual_workers out, or take the layer that changes it out of the model",
+                fix="leave virtual_workers out, or take the layer that changes it out of the model; what a loss of "
+                "mh.Run changes itself (a target network, say), change in the step, after run.update",
             )
         if self.world.size > 1:
             self.model_watch.check(sums)

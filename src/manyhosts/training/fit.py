@@ -31,6 +31,7 @@ from manyhosts.training.consistency.same_given import (
     compare_descriptions,
     compare_length,
     optimizer_described,
+    others_described,
 )
 from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.loop.balance import Balance
@@ -207,11 +208,13 @@ class Fit:
         self.parts.weighing.take_up(found.counts_by)
         with self.parts.strategy.averaged(self.parts.trained):
             compare_weights(self.parts, f"at the beginning, at step {found.step}")
+        own = self.parts.own_step
         compare_descriptions(
             self.world,
             {
                 "arguments of fit": {"duration": str(self.settings.duration)},
                 "optimizers": optimizer_described(self.parts.optimizer),
+                "modules that the step uses and the run was not given": others_described(own.others() if own else {}),
             },
         )
         validation = training.validation

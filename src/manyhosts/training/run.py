@@ -195,6 +195,7 @@ class Run(Session):
             own_step=self._own_step,
             options=options,
         )
+        self._own_step.attributes, self._own_step.known = vars(self), frozenset([*vars(self), "_run"])
 
     @staticmethod
     def rename(error: ManyhostsError) -> None:

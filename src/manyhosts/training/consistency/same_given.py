@@ -17,8 +17,10 @@ from manyhosts.communication.gathering import gather_plain
 from manyhosts.communication.world import World
 from manyhosts.data.identity import KEEPS_DRAWS, are_alike, print_of_set, without_text
 from manyhosts.errors import ConfigError
+from manyhosts.model.held_values import checksums
 from manyhosts.model.optimizer_kernels import KERNELS
 from manyhosts.refusals import line_of_script
+from manyhosts.snapshot.fingerprint import combined
 from manyhosts.snapshot.tensors import dtype_name
 
 
@@ -38,7 +40,8 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
                 raise ConfigError(
                     f"the workers' {kind} differ: {_first_difference(first, other[kind], rank)}",
                     where=f"mh.Trainer(…), rank 0 and rank {rank}",
-                    fix="make the same on every worker: nothing that the script gives its Trainer may depend on RANK",
+                    fix="make the same on every worker: nothing that the script gives its Trainer may depend on RANK, "
+                    "or be drawn without torch.manual_seed(0) before it",
                 )
 
 
@@ -208,6 +211,14 @@ def optimizer_described(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         options = {name: each for name, each in sorted(group.items()) if name not in ("params", *KERNELS)}
         found[f"group {number}"] = f"{len(group['params'])} parameters with {_in_words(options)}"
     return found
+
+
+def others_described(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Modules that a run was not given, by the names that its step has for them: what they are and hold."""
+    return {
+        name: f"a {type(each).__name__} with the checksum {combined(checksums(each)):x}"
+        for name, each in modules.items()
+    }
 
 
 _SETTINGS = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, repeat
@@ -156,6 +156,10 @@ class OwnStep:
         """Those of the step under way; None between steps."""
         self.place = ""
         """Where the user's step is written."""
+        self.attributes: dict[str, Any] = {}
+        """Those of the `mh.Run`."""
+        self.known = frozenset[str]()
+        """Its own, of which the script has set none."""
         self.call: Callable[[LossOf, Any], Any] = lambda function, batch: function(batch)
         """How a function of the user's is called; who watches a run may put another in its place."""
         self.logged: dict[str, Tensor] = {}
@@ -181,7 +185,7 @@ class OwnStep:
         """What was in `run.state` when it was looked at last."""
         self._new_buffers: list[tuple[nn.Module, str]] = []
         self._gradients: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
-        """In the first steps: those that parameters had before the step under way, and how often each was written."""
+        """In the first steps: those that parameters had before the step, or after an update, and how often written."""
 
     def use(self, strategy: Strategy, settings: Settings, world: World) -> None:
         """Sum gradients by `strategy`, which has not placed the models yet.
@@ -235,6 +239,18 @@ class OwnStep:
             self.groups[name] = Group(name, each, parameters, schedulers.get(name), sums, has_all)
         return schedulers
 
+    def _held(self) -> HeldValues:
+        found = HeldValues(self.model, self.written)
+        found.add_names("run", self.attributes, [name for name in self.attributes if name not in self.known])
+        return found
+
+    def others(self) -> dict[str, nn.Module]:
+        """The modules, by name, that the step's code uses and the run does not have."""
+        found = HeldValues(self.model, self.written).modules.items()
+        return {
+            name: each for name, each in found if each not in self._modules and any(True for _ in each.parameters())
+        }
+
     # A step.
 
     def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
@@ -248,12 +264,10 @@ class OwnStep:
         self._broken, self.parts.live, self._new_buffers = None, {}, []
         if self.remembers:
             self._keep()
-        if self._looks:
-            grads = {each: each.grad for each in self._placed}
-            self._gradients = {each: (grad, 0 if grad is None else grad._version) for each, grad in grads.items()}
+        self._note_gradients(self._placed)
         if self._plain is None:
-            self._plain = (values := HeldValues(self.model, self.written)).now()
-            self.world.notes += _of_others(values.modules, self._modules)
+            self._plain = (values := self._held()).now()
+            self.world.notes += _of_others(self.others(), values.iterators)
         self._seed()
         is_good = self._made()
         if not self.calls and not self.run_state.step:
@@ -267,7 +281,7 @@ class OwnStep:
         self.pieces, self._before = None, {}
         if self._looks:
             self._looks -= 1
-            if note := changed_attributes(self._plain, HeldValues(self.model, self.written).now()):
+            if note := changed_attributes(self._plain, self._held().now()):
                 self.world.notes.append(note)
                 self._looks = 0
         return StepOutcome(self._values(is_good=is_good), flags), is_good
@@ -435,6 +449,11 @@ class OwnStep:
         self._seed(self.calls, 0)  # the parts have left each worker's generators at its own last one
         return values
 
+    def _note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._looks:
+            grads = {each: each.grad for each in parameters}
+            self._gradients |= {each: (grad, 0 if grad is None else grad._version) for each, grad in grads.items()}
+
     def _refuse_lost(self, group: Group) -> None:
         """See that the step has not gone backward by itself for what the pass that begins now gives new gradients."""
         for parameter in group.parameters:
@@ -599,6 +618,7 @@ class OwnStep:
             raise
         self.pending.remove(group.name)
         self.norms.append(norm)
+        self._note_gradients(group.parameters)
         return norm
 
     def _check_update(self, group: Group, clip: Any) -> None:
@@ -720,15 +740,20 @@ def _of_nothing(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]
     return {**none, "loss": sum(used, none["loss"].detach())}
 
 
-def _of_others(found: Mapping[str, nn.Module], own: set[nn.Module]) -> list[str]:
-    """What to say of modules that the step's code names and the run does not have."""
-    names = [name for name, each in found.items() if each not in own and any(True for _ in each.parameters())]
-    said = (
-        f"the step uses {', '.join(names[:3])}, and mh.Run was not given it: where it changes (a target network, an "
-        "average), give it in models=, and optimizers={NAME: …} for those that are trained; else no snapshot has "
-        "it, and workers may come to differ"
-    )
-    return [said] if names else []
+def _of_others(modules: Collection[str], iterators: Sequence[str]) -> Iterator[str]:
+    """What to say of modules and iterators that the step's code names and the run does not have."""
+    if modules:
+        yield (
+            f"the step uses {', '.join(list(modules)[:3])}, and mh.Run was not given it: where it changes (a target "
+            "network, an average), give it in models=, and optimizers={NAME: …} for those that are trained; else no "
+            "snapshot has it, and workers may come to differ"
+        )
+    if iterators:
+        yield (
+            f"the step uses {', '.join(iterators[:3])}, an iterator: no snapshot has where it is, so a resumed run and "
+            "a worker that comes later begin it again; index a dataset by run.steps_done in its place, or put the "
+            "samples of both sets into the one of mh.Data"
+        )
 
 
 def _check_called(**functions: Any) -> None:

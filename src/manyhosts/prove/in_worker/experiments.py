@@ -137,7 +137,6 @@ class Experiments:
         def once(piece: Piece) -> tuple[float, Tensor | None]:
             kept.put_back()
             outputs.clear()
-            model.train()
             for module in model.modules():
                 if isinstance(module, _NORMS):
                     module.eval()

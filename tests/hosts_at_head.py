@@ -46,6 +46,9 @@ class Display:
     def warn(self, text: str) -> None:
         self.said.append(text)
 
+    def line(self, text: str, prefix: str, is_error: bool) -> None:
+        self.said.append(f"{prefix}{text}")
+
 
 class Hosts:
     """What agents are to the rest of a head: who is there, and what each was told. Those that are called never come."""
@@ -96,7 +99,13 @@ class Hosts:
 def begun(job: Job, clock: Clock, hosts: Hosts) -> tuple[HeadState, WorkerGroup]:
     """A run whose workers have all begun the first call of the script."""
     state = HeadState(job, Display(), clock)
-    group = WorkerGroup(state, hosts, lambda failures: None)
+    group = WorkerGroup(state, hosts, lambda failures: None, lambda: None)
+    begin(state, group, hosts)
+    return state, group
+
+
+def begin(state: HeadState, group: WorkerGroup, hosts: Hosts) -> None:
+    """Start all workers, and have them begin the first call of the script."""
 
     def open_store(node: Node, message: FromHead) -> None:
         if isinstance(message, OpenStore):
@@ -106,4 +115,3 @@ def begun(job: Job, clock: Clock, hosts: Hosts) -> tuple[HeadState, WorkerGroup]
     group.store.open(lambda address, port: group.start_all(), listens=False)
     for number in sorted(state.running):
         group.regroup.receive(number, "begin", {"call": 1, "most": 0})
-    return state, group

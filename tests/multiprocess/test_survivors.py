@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -178,6 +179,34 @@ def test_worker_that_dies_of_the_same_step_again_and_again_ends_the_run(tmp_path
     assert ended.code == 1
     assert "was killed by SIGKILL, failure 4 in a row without one more step" in ended.err
     assert [line["step"] for line in step_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_step_that_kills_its_worker_each_time_ends_the_run_whoever_hears_of_it_first(tmp_path: Path) -> None:
+    """The others notice within the step, and may ask to continue before the launcher knows whom they have lost."""
+    source = """
+        import os, signal, torch, manyhosts as mh
+        inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        def step(run):
+            def loss(batch):
+                if run.steps_done == 3 and os.environ["RANK"] == "1":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return run.models["net"](batch[0]).square().mean()
+            run.backward(loss)
+            run.update()
+        run = mh.Run(
+            models={"net": lambda: torch.nn.Linear(4, 2)}, optimizers=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=mh.Data(train=torch.utils.data.TensorDataset(inputs), batch_size=8),
+        )
+        run.fit(step, "2 epochs")
+"""
+    ended = run(tmp_path, source, "--workers", "2")
+    assert ended.code == 1
+    sentence = (
+        "rank 1 on host .* was killed by SIGKILL, failure 4 in a row without one more step; 1 other worker was ended"
+    )
+    assert re.search(rf"^manyhosts: {sentence}\n  where: .*\n  fix:   .*dmesg", ended.err, re.MULTILINE), ended.err
+    assert [line["step"] for line in step_lines(tmp_path / "run")] == [1, 2, 3]
+    assert len(restarts(tmp_path / "run")) == 4, "the first comes after steps that were finished"
 
 
 def test_error_in_the_script_is_no_death_to_go_on_from(tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ def test_kill_for_want_of_memory_is_told_as_such() -> None:
     assert "just then" not in failed(0, signal=9).reported(0).fix
 
 
+@pytest.mark.parametrize("how", ["it ended the process", "it was raised"])
+def test_gloo_that_is_sent_more_than_it_has_room_for_is_told_with_what_the_ranks_may_have_done(how: str) -> None:
+    said = "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 144 vs 24."
+    aborted, raised = failed(0, signal=6, last_words=said), failed(0, f"RuntimeError: {said}")
+    fix = (aborted if how == "it ended the process" else raised).reported(1).fix
+    assert "tensors of different shapes or kinds, or one made a call that another did not" in fix
+
+
 def test_lost_host_is_a_failure_of_communication() -> None:
     error = failed(0, lost="its agent is gone").reported(1)
     assert (type(error), error.exit_code) == (RankLost, 4)

@@ -107,35 +107,85 @@ def test_nobody_goes_on_where_nobody_is_left() -> None:
     assert not who.lose(0, "it was killed")
 
 
-def test_failures_one_upon_the_other_come_to_an_end() -> None:
-    who = group_state(2)
-    gone_on = []
-    for number in range(1, 10):
-        gone_on.append(who.lose(number, "it was killed"))
-        if not gone_on[-1]:
-            break
-        who.add(late(number + 1, node=1))
-        who.ask(0, 7, group=who.group)
-        who.ask(number + 1, -1, group=who.group)
+def lose_and_go_on(who: GroupState, step: int, *, asks_first: bool) -> bool:
+    """Lose the newest of two workers after a step, and form a group with another in its place, if that goes on.
+
+    `asks_first`: the one that is left asks for a new group before it is known that the other one is lost.
+    """
+    [first, lost] = numbers(who.trained())
+    if asks_first:
+        who.ask(first, step, group=who.group)
+    goes_on = who.lose(lost, "it was killed")
+    if not asks_first:
+        who.ask(first, step, group=who.group)
+        goes_on = goes_on and not who.makes_no_progress
+    if goes_on:
+        who.add(late(lost + 1, node=1))
+        who.ask(lost + 1, -1, group=who.group)
         who.form()
-    # The first group that forms has made progress: nothing was known of any step before.
+    return goes_on
+
+
+ORDERS = pytest.mark.parametrize("asks_first", [False, True])
+
+
+@ORDERS
+def test_failures_one_upon_the_other_come_to_an_end(asks_first: bool) -> None:
+    who = group_state(2)
+    gone_on = [lose_and_go_on(who, 7, asks_first=asks_first) for _ in range(MOST_WITHOUT_PROGRESS + 2)]
+    # The first comes after steps that were finished.
     assert gone_on == [True] * (MOST_WITHOUT_PROGRESS + 1) + [False]
     assert who.makes_no_progress
 
 
-def test_failures_between_which_steps_are_finished_never_end_it() -> None:
+@ORDERS
+def test_failures_between_which_steps_are_finished_never_end_it(asks_first: bool) -> None:
     who = group_state(2)
-    for number in range(1, 50):
-        assert who.lose(number, "it was killed")
-        who.add(late(number + 1, node=1))
-        who.ask(0, number, group=who.group)
-        who.ask(number + 1, -1, group=who.group)
-        who.form()
+    assert all(lose_and_go_on(who, step, asks_first=asks_first) for step in range(50))
 
 
-def test_host_that_takes_many_workers_with_it_is_one_failure() -> None:
+@ORDERS
+def test_failure_that_comes_after_more_steps_is_not_added_to_those_before(asks_first: bool) -> None:
+    who = group_state(2)
+    steps = [step for step in range(7, 20) for _ in range(MOST_WITHOUT_PROGRESS + 1)]
+    assert all(lose_and_go_on(who, step, asks_first=asks_first) for step in steps)
+
+
+@ORDERS
+def test_host_that_takes_many_workers_with_it_is_one_failure(asks_first: bool) -> None:
     who = group_state(8, per_node=4)
+    ask_all(who, 7)
+    who.form()
+    if asks_first:
+        who.ask(0, 7, group=who.group)
     assert all(who.lose(number, "its host is gone") for number in range(4, 8))
+    ask_all(who, 7)
+    assert not who.makes_no_progress
+
+
+def test_replacements_that_are_lost_one_upon_the_other_come_to_an_end_where_they_are_waited_for() -> None:
+    who = group_state(2)
+    assert lose_and_go_on(who, 7, asks_first=False)
+    who.lose(2, "it was killed")
+    ask_all(who, 7)
+    gone_on = []
+    for number in range(3, 3 + MOST_WITHOUT_PROGRESS):
+        who.add(late(number, node=1))
+        gone_on.append(who.lose(number, "so was the one in its place"))
+    assert gone_on == [True] * (MOST_WITHOUT_PROGRESS - 1) + [False]
+
+
+def test_replacements_that_are_lost_while_the_others_train_break_nothing() -> None:
+    who = group_state(3, most=3)
+    who.lose(2, "it was killed")
+    ask_all(who, 7)
+    who.form()
+    for number in range(3, 20):
+        who.add(late(number))
+        assert who.lose(number, "so was the one in its place")
+    assert who.lose(1, "it was killed")
+    ask_all(who, 7)
+    assert not who.makes_no_progress
 
 
 def test_group_that_cannot_reach_one_another_is_formed_anew_with_the_same_members() -> None:
@@ -165,15 +215,14 @@ def test_group_that_breaks_at_one_step_again_and_again_without_a_loss_makes_no_p
     ask_all(who, 5)  # the first time it has come so far
     who.form()
     for _ in range(MOST_WITHOUT_PROGRESS):
-        assert not who.makes_no_progress
         ask_all(who, 5)
+        assert not who.makes_no_progress
         who.form()
-    assert not who.makes_no_progress
-    ask_all(who, 5)
-    who.form()
+    who.ask(0, 5, group=who.group)
+    assert not who.makes_no_progress, "the other one may have finished a step"
+    who.ask(1, 5, group=who.group)
     assert who.makes_no_progress
-    ask_all(who, 6)
-    who.form()
+    who.ask(1, 6, group=who.group)
     assert not who.makes_no_progress, "a step was finished"
 
 

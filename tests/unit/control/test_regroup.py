@@ -37,6 +37,7 @@ class Hosts:
         self.reported: list[tuple[int, str, dict[str, Any]]] = []
         self.killed: list[int] = []
         self.started: list[int] = []
+        self.ended_in_vain = 0
 
     def send_member(self, member: Member, kind: str, /, **content: Any) -> None:
         self.reported.append((member.number, kind, content))
@@ -46,6 +47,9 @@ class Hosts:
 
     def kill_member(self, member: Member, why: str = "") -> None:
         self.killed.append(member.number)
+
+    def end_without_progress(self) -> None:
+        self.ended_in_vain += 1
 
     def open_store(self, then: Callable[[str, int], None]) -> None:
         then("here", 1)
@@ -228,6 +232,30 @@ def test_failures_in_calls_that_follow_each_other_are_no_failures_in_a_row(regro
         finish_call(regroup, call)
         for member in regroup.group_state.trained():
             regroup.receive(member.number, "begin", {"call": call + 1, "most": 0})
+
+
+@pytest.mark.parametrize("known", ["when it is lost", "after the other has asked", "never: nobody is lost"])
+def test_workers_that_break_off_at_one_step_again_and_again_get_no_other_group(
+    regroup: GroupCoordinator, hosts: Hosts, known: str
+) -> None:
+    lost = 1
+    for failures in range(MOST_WITHOUT_PROGRESS + 2):
+        last = failures == MOST_WITHOUT_PROGRESS + 1  # the first comes after steps that were finished
+        asking = {"call": 1, "step": 3, "group": regroup.group_state.group}
+        if known == "when it is lost":
+            assert lose(regroup, lost, lost + 1)
+        regroup.receive(0, "regroup", asking)
+        if known == "after the other has asked":
+            assert lose(regroup, lost, lost + 1) is not last
+        if known == "never: nobody is lost":
+            regroup.receive(1, "regroup", asking)
+        elif not last:
+            lost += 1
+            regroup.receive(lost, "join", {"call": 1, "most": 0})
+    formed = MOST_WITHOUT_PROGRESS + 1
+    assert (hosts.heard_by(0).count("group"), regroup.group_state.group) == (formed, formed)
+    # Where all have asked when the loss becomes known, the answer to that news is that nobody goes on.
+    assert hosts.ended_in_vain == (0 if known == "after the other has asked" else 1)
 
 
 def test_where_nobody_goes_on_those_that_wait_for_a_silent_host_are_told_to_wait_no_more(

@@ -28,6 +28,7 @@ long the others have to end by themselves where they raise the same error."""
 _ASKED_TO_STOP = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 """How a worker of ours ends when one of them was asked to stop by a signal."""
 _ONE_WISH_S = 0.3
+_IN_A_ROW = f", failure {MOST_WITHOUT_PROGRESS + 1} in a row without one more step"
 _SLOW = "see its log; a worker that needs longer is waited for with --hang-timeout"
 
 
@@ -36,10 +37,12 @@ class FailurePolicy:
 
     def __init__(self, state: HeadState, agents: Agents, news: WorkerOutput) -> None:
         self._state, self._agents, self._news = state, agents, news
-        self._worker_group = WorkerGroup(state, agents, self.note_failures)
+        self._worker_group = WorkerGroup(state, agents, self.note_failures, self._end_without_progress)
         self._failures: list[Failure] = []
         self._went_on: list[Failure] = []
         """Losses since the workers last formed a group, which the others continue without."""
+        self._went_on_from = 0
+        """The group that they are of."""
         self._culprit: Failure | None = None
         """Whose failure the others are being ended for. How they end then says nothing."""
         self._others_ended = 0
@@ -67,6 +70,7 @@ class FailurePolicy:
         return {
             "failures": [asdict(each) for each in self._failures],
             "went_on": [asdict(each) for each in self._went_on],
+            "went_on_from": self._went_on_from,
             "culprit": None if self._culprit is None else asdict(self._culprit),
             "others_ended": self._others_ended,
             "recurring": self._recurring,
@@ -81,6 +85,7 @@ class FailurePolicy:
         """Be as another head has left this and its `worker_group`, and do what it was about to."""
         self._failures = [Failure(**each) for each in written["failures"]]
         self._went_on = [Failure(**each) for each in written["went_on"]]
+        self._went_on_from = int(written["went_on_from"])
         self._culprit = None if written["culprit"] is None else Failure(**written["culprit"])
         self._others_ended, self._exit_code = int(written["others_ended"]), int(written["exit_code"])
         if written["recurring"] is not None:
@@ -216,14 +221,18 @@ class FailurePolicy:
 
     def note_failures(self, failures: Mapping[int, Failure]) -> None:
         """Workers, by number, have failed or are lost: the others continue, or the run ends or starts again."""
+        group_state = self._worker_group.regroup.group_state
         for number, failure in failures.items():
-            if not self._worker_group.regroup.group_state.broken:
+            if not group_state.broken or self._went_on_from != group_state.group:
                 self._went_on.clear()
+                self._went_on_from = group_state.group
             if self._goes_on_without(number, failure):
                 self._went_on.append(failure)
                 continue
             if failure.may_be_consequence:
                 self._failures += self._went_on  # a script that exchanges something itself does not continue
+            if group_state.makes_no_progress:
+                failure.note = _IN_A_ROW
             self._failures.append(failure)
         if self._failures:
             self._worker_group.regroup.refuse()
@@ -240,11 +249,20 @@ class FailurePolicy:
         }
         if failure.wrong and len(hosts_left) < (self._state.job.least_nodes or 1):
             return False
-        if regroup.goes_on_without(number, failure.reported(0).what, replace=self._worker_group.successor):
-            return True
-        if regroup.group_state.makes_no_progress:
-            failure.note = f", failure {MOST_WITHOUT_PROGRESS + 1} in a row without one more step"
-        return False
+        return regroup.goes_on_without(number, failure.reported(0).what, replace=self._worker_group.successor)
+
+    def _end_without_progress(self) -> None:
+        """All who are left wait to continue from where they were the last times: they do not any more.
+
+        Who was lost this time is the run's result; where nobody was, it is what the others then end with.
+        """
+        regroup = self._worker_group.regroup
+        if self._went_on and self._went_on_from == regroup.group_state.group and not self._failures:
+            self._went_on[0].note = _IN_A_ROW
+            self._failures += self._went_on
+        regroup.refuse()
+        if self._failures:
+            self._consider()
 
     def _consider(self) -> None:
         """A worker has ended in one way or another while something is wrong: decide what comes next."""
@@ -267,7 +285,9 @@ class FailurePolicy:
         self._culprit = first(self._failures)
         if self.ended_well and self._culprit.may_be_consequence:
             self._culprit = self._culprit.caused_by_end_of(self.ended_well[0], self._exchanges_of_ended[0])
-        self._others_ended = len(state.running) + len(self._failures) - 1
+        members = self._worker_group.regroup.group_state.members
+        on_their_way = {number for number in state.running if number in members and members[number].late}
+        self._others_ended = len(state.running - on_their_way) + len(self._failures) - 1
         step_s = min(STEP_S, self._worker_group.regroup.longest_s)  # they save after the step under way
         self._agents.send_all(End(generation=generation, grace_s=state.job.grace_s + step_s))
         self.all_ended = not state.running

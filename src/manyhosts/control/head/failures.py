@@ -45,6 +45,10 @@ _CAUSES = {
 _OTHER_SIZE = "op.preamble.length"
 """In what Gloo says when it is sent more than it has room for."""
 SAME_SHAPES = "the ranks gave one exchange tensors of different shapes or kinds: see the traceback, and compare by rank"
+_UNLIKE = (
+    "the ranks gave one exchange tensors of different shapes or kinds, or one made a call that another did not: see"
+    " the traceback, and compare by rank"
+)
 _BELOW_WORKING_DIRECTORY = (
     "see the traceback above; a path that does not begin with / is looked for in the folder where the run was started"
 )
@@ -166,7 +170,9 @@ class Failure:
             summary = str(self.error.get("summary", "an error"))
             if self.memory.get("killed"):
                 rest = f"; the kernel has ended a process there for want of memory{rest}"
-            fix = _BELOW_WORKING_DIRECTORY if summary.startswith("FileNotFoundError") else "see the traceback above"
+            fix = _UNLIKE if _OTHER_SIZE in summary else "see the traceback above"
+            if summary.startswith("FileNotFoundError"):
+                fix = _BELOW_WORKING_DIRECTORY
             return ScriptError(f"{who} failed with {summary}{rest}", where=self.log, fix=fix)
         if self.signal:
             return self._told_of_signal(who, rest)
@@ -181,7 +187,7 @@ class Failure:
             return ScriptError(what, where=self.log, fix=_LESS)
         cause = _OUT_OF_MEMORY if self.out_of_memory and name == "SIGKILL" else _CAUSES.get(name, "")
         if name == "SIGABRT" and _OTHER_SIZE in self.last_words:
-            cause = SAME_SHAPES
+            cause = _UNLIKE
         return ScriptError(f"{who} was killed by {name}{rest}", where=self.log, fix=cause)
 
     def _had_memory(self) -> str:

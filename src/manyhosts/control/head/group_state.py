@@ -66,6 +66,7 @@ class GroupState:
     _best: tuple[int, int] = (0, -1)
     """The call, and the step in it, that the farthest had come to when a group was formed."""
     _without_progress: int = 0
+    """How many failures there were since a group had come farther than the one before it; see `makes_no_progress`."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for another head."""
@@ -100,15 +101,21 @@ class GroupState:
     def lose(self, number: int, reason: str) -> bool:
         """A worker is gone. Returns whether the others can continue without it.
 
-        They can when each of them trains, and some progress was made since they last had to.
+        They can when each of them trains, and as far as is known some progress was made since they last had to.
         """
         member = self.members.pop(number)
-        if member.late or not self.broken:  # a host takes all its workers with it, and is one failure
-            self._without_progress += 1
         if not member.late:
-            self.broken = True
+            self._break()
             self.reason = self.reason or reason
-        return self._is_complete() and self._without_progress <= MOST_WITHOUT_PROGRESS and self.all_train()
+        elif self.broken:  # it may be waited for; else the others train, and hear nothing of it
+            self._without_progress += 1
+        return self._is_complete() and not self.makes_no_progress and self.all_train()
+
+    def _break(self) -> None:
+        """The present group is broken: one failure, whoever hears of it first, and whether it has lost one or many."""
+        if not self.broken:
+            self.broken = True
+            self._without_progress += 1
 
     def _is_complete(self) -> bool:
         """Whether those of the present group that are left have all of the model."""
@@ -117,8 +124,14 @@ class GroupState:
 
     @property
     def makes_no_progress(self) -> bool:
-        """Whether the last failures came one upon the other."""
-        return self._without_progress > MOST_WITHOUT_PROGRESS
+        """Whether the last failures came one upon the other. That is known when all who are left have asked."""
+        if not self.broken or any(member.asked is None for member in self.trained()):
+            return False
+        return self._without_progress > MOST_WITHOUT_PROGRESS and self._farthest() <= self._best
+
+    def _farthest(self) -> tuple[int, int]:
+        """The call, and the step in it, that the farthest of those has finished who wait for a new group."""
+        return max(((member.call, member.asked or 0) for member in self.trained()), default=(0, 0))
 
     def all_train(self) -> bool:
         """Whether all are at a point of their script from which they could continue."""
@@ -133,7 +146,7 @@ class GroupState:
         member = self.members[number]
         member.asked, member.call, member.resting = step, call, False
         if not member.late and group == self.group and not self.wants_change():
-            self.broken = True  # no worker is known to be lost, but they cannot reach one another
+            self._break()  # no worker is known to be lost yet, but they cannot reach one another
 
     def wants_change(self) -> bool:
         """Whether a worker that was started late is ready to join, and there is room for it."""
@@ -177,11 +190,8 @@ class GroupState:
     def form(self) -> list[Member]:
         """The members of the new group, by rank; see `_line_up`."""
         stayed = self.trained()
-        best = max(((member.call, member.asked or 0) for member in stayed), default=(0, 0))
-        if best > self._best:
-            self._best, self._without_progress = best, 0
-        elif self.broken and not self.reason:
-            self._without_progress += 1  # no worker is lost: what breaks the group may be in the step itself
+        if (farthest := self._farthest()) > self._best:
+            self._best, self._without_progress = farthest, 0
         formed = self._line_up()
         numbers = {member.number for member in formed}
         for member in stayed:

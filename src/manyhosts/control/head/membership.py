@@ -40,6 +40,9 @@ class Hosts(Protocol):
     def kill_member(self, member: Member, why: str = "") -> None:
         """Kill a worker; its end is reported as usual, with `why` as the reason."""
 
+    def end_without_progress(self) -> None:
+        """End the run: its workers would break off at one step for ever."""
+
     def open_store(self, then: Callable[[str, int], None]) -> None:
         """See that there is a store for the workers' rendezvous, and call back with its address and port."""
 
@@ -151,9 +154,6 @@ class GroupCoordinator:
         elif kind == "regroup":
             if not self.group_state.all_train():
                 self._hosts.send_member(member, "refused", reason="not all workers are training")
-                return
-            if self.group_state.makes_no_progress:
-                self._hosts.send_member(member, "refused", reason="their exchanges break again and again at one step")
                 return
             self.group_state.ask(number, int(fields["step"]), group=int(fields["group"]), call=call)
             self._begin()
@@ -288,7 +288,11 @@ class GroupCoordinator:
             self._hosts.kill_member(member, f"was not ready to train {limit_s:.0f} s after its start")
 
     def _try(self) -> None:
-        if self._waiting and self.group_state.due and not self._forming and not self.ended:
+        if not self._waiting or self._forming or self.ended:
+            return
+        if self.group_state.makes_no_progress:
+            self._hosts.end_without_progress()
+        elif self.group_state.due:
             self._forming = True
             self._hosts.open_store(self._form)
 

@@ -21,8 +21,16 @@ NoteFailures = Callable[[Mapping[int, Failure]], None]
 class WorkerGroup:
     """Who is which rank, where, and which store is their rendezvous. What `regroup` needs of the hosts is here."""
 
-    def __init__(self, state: HeadState, agents: Agents, note_failures: NoteFailures) -> None:
+    def __init__(
+        self,
+        state: HeadState,
+        agents: Agents,
+        note_failures: NoteFailures,
+        end_without_progress: Callable[[], None],
+    ) -> None:
+        """`end_without_progress` is called when the workers would break off at one step for ever."""
         self._state, self._agents, self._note_failures = state, agents, note_failures
+        self.end_without_progress = end_without_progress
         self._next_number = 0
         self.has_begun = False
         """Whether any worker was started."""

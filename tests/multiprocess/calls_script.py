@@ -1,7 +1,8 @@
 """A training script with several calls, for tests whose worker of a certain rank dies in a certain place of it.
 
 Words: `PLACE RANK PARTS`; a place is one of those here, or `module:function:call:before` as in `deadly_script`. Each
-worker that comes to the end writes what its calls gave into the folder `ended`.
+worker that comes to the end writes what its calls gave into the folder `ended`. With `STAND_IN` set, all computes on
+a device that does later what it is asked for.
 """
 
 from __future__ import annotations
@@ -82,6 +83,10 @@ if __name__ == "__main__":
         from deadly_script import dies_at
 
         dies_at(PLACE)
+    if os.environ.get("STAND_IN"):
+        from stand_in import tensor
+
+        tensor.install()
     torch.manual_seed(1)
     given = []
     trainer = make(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2)))

@@ -21,7 +21,7 @@ from manyhosts.communication.world import World
 from manyhosts.data.fetch import Fetcher
 from manyhosts.evaluation.dataset_forward import ForwardPasses
 from manyhosts.evaluation.evaluate import Evaluation
-from manyhosts.evaluation.metrics import flattened
+from manyhosts.evaluation.metrics import Metrics, flattened
 from manyhosts.loss.compute import autocast
 
 pytestmark = pytest.mark.multiprocess
@@ -107,6 +107,24 @@ class Beside(Metric):
     def compute(self) -> dict[str, torch.Tensor]:
         peak = torch.tensor(sum(self.peaks) / len(self.peaks))
         return {"share": self.right / self.samples, "peak": peak, "ones": self.by_target[1]}
+
+
+class Drawn(Metric):
+    """Draws a number in each update, and keeps something in an attribute that is no state."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", default=torch.zeros(()), dist_reduce_fx="sum")
+        self.updates = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.updates += 1
+        self.total = self.total + torch.rand(())
+
+    def compute(self) -> torch.Tensor:
+        return self.total
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -213,6 +231,20 @@ def evaluate(rank: int) -> dict[str, float]:
         evaluation(model)  # twice, because nothing of the first time may be left in the second
         found |= evaluation(model)
     return found
+
+
+def drawn_of_one_batch(rank: int) -> dict[str, float]:
+    made = Metrics({"second": Drawn(), "first": Drawn()}, World(Place.from_environment()), seed=0)
+    if rank == 0:
+        made.begin_part()
+        made.update(0, torch.rand(BATCH, 3), torch.ones(BATCH))
+        made.end_part()
+    return made.values()
+
+
+def test_worker_without_samples_draws_in_the_order_of_the_script() -> None:
+    [alone] = run_ranks(1, drawn_of_one_batch)
+    assert run_ranks(2, drawn_of_one_batch) == [alone, alone]
 
 
 class Column(nn.Module):

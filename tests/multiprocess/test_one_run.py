@@ -121,6 +121,19 @@ def attempt(rank: int, run_dir: Path) -> Any:
     return "trained"
 
 
+def train_where_nothing_is_named(rank: int, folder: Path) -> str:
+    os.chdir(folder)
+    made = make_trainer(Recipe(accuracy=False), None)
+    return str(made.fit("2 steps").run_dir.relative_to(folder))
+
+
+def test_empty_name_of_a_run_directory_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANYHOSTS_RUN_DIR", "")
+    first, second = run_ranks(2, train_where_nothing_is_named, tmp_path)
+    assert first == second
+    assert [f"runs/{path.name}" for path in (tmp_path / "runs").iterdir()] == [first], "one for all"
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_all_workers_that_nobody_of_ours_launched_are_refused_alike(tmp_path: Path, workers: int) -> None:
     lock = run_lock.take(tmp_path / "run", "of this process")

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset, random_split
 import manyhosts as mh
 from manyhosts.errors import ManyhostsError
 from manyhosts.records.metrics import read
+from manyhosts.training.consistency.same_weights import compare_weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -133,6 +134,51 @@ def test_run_with_nothing_wrong_hears_nothing(workers: int, found: dict[int, Any
     for answer in found[workers][1]:
         ways = {"right", "batch norm", "local-sgd"} if workers > 1 else answer.keys()
         assert {way: answer[way]["kind"] for way in ways} == dict.fromkeys(ways, "none")
+
+
+def one_more(model: nn.Module) -> None:
+    model.register_buffer("extra", torch.ones(2))
+
+
+def another_dtype(model: nn.Module) -> None:
+    weight = model.get_parameter("0.bias")
+    weight.data = weight.data.double()
+
+
+def integers(model: nn.Module) -> None:
+    model.seen = torch.zeros(4, dtype=torch.int64)
+
+
+def one_more_layer(model: nn.Module) -> None:
+    model.append(nn.BatchNorm1d(1))  # type: ignore[operator]
+
+
+KINDS: dict[str, tuple[Any, Callable[[Any], None], str]] = {
+    "name": (plain, one_more, "extra is nothing on rank 0, float32 of shape (2,) on rank 1"),
+    "dtype": (plain, another_dtype, "0.bias is float32 of shape (3,) on rank 0, float64 of shape (3,) on rank 1"),
+    "integers": (Remembers, integers, "seen is float32 of shape (4,) on rank 0, int64 of shape (4,) on rank 1"),
+    "statistics": (normed, one_more_layer, "3.weight is nothing on rank 0, float32 of shape (1,) on rank 1"),
+}
+
+
+def kinds_by_rank(rank: int, folder: Path, odd: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind, (model, change, _) in KINDS.items():
+        made = make(folder / kind, model, batch_norm="local")
+        with torch.no_grad():
+            made.model.get_parameter(next(iter(dict(made.model.named_parameters()))))[0] += rank  # and weights differ
+        if rank == odd:
+            change(made.model)
+        found[kind] = attempt(lambda made=made: compare_weights(made.parts, "at the end"))
+    return found
+
+
+def test_tensors_of_other_kinds_are_named_alike_on_all_workers(tmp_path: Path) -> None:
+    first, second = run_ranks(2, kinds_by_rank, tmp_path, 1)
+    assert first == second
+    for kind, (*_, words) in KINDS.items():
+        assert first[kind]["what"] == f"the workers do not hold the same model: {words}", kind
+        assert "RANK" in first[kind]["fix"]
 
 
 class Drawn(Dataset[Any]):

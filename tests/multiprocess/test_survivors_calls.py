@@ -16,9 +16,9 @@ SCRIPT = Path(__file__).with_name("calls_script.py")
 WORKERS = 3
 
 
-def run_script(folder: Path, place: str, rank: int, parts: int) -> Ended:
+def run_script(folder: Path, place: str, rank: int, parts: int, *more: str) -> Ended:
     (folder / "ended").mkdir(parents=True)
-    words = ["--workers", str(WORKERS), "--env", "OMP_NUM_THREADS=1", "--run-dir", str(folder / "run")]
+    words = ["--workers", str(WORKERS), "--env", "OMP_NUM_THREADS=1", *more, "--run-dir", str(folder / "run")]
     return run_words(folder, *words, str(SCRIPT), place, str(rank), str(parts))
 
 
@@ -78,6 +78,16 @@ def test_worker_that_dies_in_a_later_call_costs_no_bit(
     assert "starting all workers again" not in output
     assert_same(tmp_path / "died", whole[parts], output)
     assert len(given(tmp_path / "died")) >= (WORKERS if not parts else WORKERS - 1), output
+    assert_told(tmp_path / "died", rank)
+
+
+@pytest.mark.xdist_group("stand-in")
+@pytest.mark.parametrize(("place", "rank"), [("test", 1), pytest.param("fit again", 0, marks=pytest.mark.slow)])
+def test_worker_that_dies_in_a_later_call_on_a_gpu_costs_no_bit(place: str, rank: int, tmp_path: Path) -> None:
+    run_script(tmp_path / "lived", "nowhere", 0, 0, "--env", "STAND_IN=1")
+    ended = run_script(tmp_path / "died", place, rank, 0, "--env", "STAND_IN=1")
+    assert ended.code == 0, ended.out + ended.err
+    assert_same(tmp_path / "died", tmp_path / "lived", ended.out + ended.err)
     assert_told(tmp_path / "died", rank)
 
 

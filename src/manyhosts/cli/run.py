@@ -280,7 +280,7 @@ def _job(words: Mapping[str, Any]) -> Job:
     # What a script that was started by itself says to resume with, typed before this command.
     is_worker = bool({"RANK", run_directory.UNASKED} & os.environ.keys())
     if words["run_dir"] is None and not words["resume"] and not is_worker:
-        words["run_dir"] = os.environ.get(run_directory.VARIABLE)
+        words["run_dir"] = os.environ.get(run_directory.VARIABLE) or None
     _check_words(words)
     kind = scripts.kind_of(module=words["module"], no_python=words["no_python"])
     scripts.check(words["script"], kind)

@@ -85,8 +85,9 @@ class Metrics:
     def _update_again(self, first: int, outputs: Any, targets: Any) -> None:
         with randomness.kept():
             randomness.seed_all(self.seed, randomness.EVALUATION, first)
-            for name, metric in self.again.items():
-                _feed(name, metric, outputs, targets)
+            for name, metric in self.all.items():  # in one order on all workers, for all draw from one seed
+                if name in self.again:
+                    _feed(name, metric, outputs, targets)
 
     def end_part(self) -> None:
         """Keep what one part found."""
@@ -161,7 +162,7 @@ class Metrics:
                 where="mh.Trainer(metrics=…)",
                 fix="keep all that its update changes in states: self.add_state(name, default, dist_reduce_fx=…)",
             )
-        for name in sorted(found - self.again.keys()):  # this worker had no samples
+        for name in found - self.again.keys():  # this worker had no samples
             self.again[name] = self.merged.pop(name)
 
 

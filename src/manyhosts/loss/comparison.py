@@ -405,8 +405,8 @@ class Comparison:
         with torch.no_grad():
             for name, each, before in self.buffers:
                 if not torch.equal(before, each):
-                    said = f", and a forward pass changes the buffer {name!r}"
-                    self.seen.findings[WRITES] = said * (name.split(".")[-1] not in _OF_NORMS)
+                    if name.split(".")[-1] not in _OF_NORMS:
+                        self.seen.findings[WRITES] = f", and a forward pass changes the buffer {name!r}"
                     each.copy_(before)  # an expanded one, which nothing writes to, could not be written to
         if not kept:
             self.places.put_back(self.saved)

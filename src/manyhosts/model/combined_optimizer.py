@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhosts.errors import ConfigError
@@ -50,8 +51,12 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """By parameter, as those of the optimizers."""
-        return {key: kept for each in self.named.values() for key, kept in each.state.items()}
+        """By parameter, as those of the optimizers; what one keeps of none, by its name and the key."""
+        return {
+            key if isinstance(key, Tensor) else (name, key): kept
+            for name, each in self.named.items()
+            for key, kept in each.state.items()
+        }
 
     @state.setter
     def state(self, given: Any) -> None:
@@ -64,12 +69,16 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give each optimizer its own groups, and what was kept of its own parameters."""
         groups, begin = list(state_dict["param_groups"]), 0
-        for each in self.named.values():
+        for name, each in self.named.items():
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             end = begin + sum(len(group["params"]) for group in own)
             each.load_state_dict(
                 {
-                    "state": {key - begin: kept for key, kept in state_dict["state"].items() if begin <= key < end},
+                    "state": {
+                        key - begin if isinstance(key, int) else key[1]: kept
+                        for key, kept in state_dict["state"].items()
+                        if (begin <= key < end if isinstance(key, int) else key[0] == name)
+                    },
                     "param_groups": [{**group, "params": [key - begin for key in group["params"]]} for group in own],
                 }
             )

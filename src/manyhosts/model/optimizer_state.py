@@ -97,7 +97,7 @@ def _keep_precision(optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, kept in state.items():
         own = optimizer.state[parameters[number]] if isinstance(number, int) and number < len(parameters) else {}
-        for name, value in kept.items():
+        for name, value in kept.items() if isinstance(kept, Mapping) else ():  # else a value of the optimizer's own
             loaded = own.get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.dtype != loaded.dtype:
                 own[name] = value.to(loaded.device, copy=True)

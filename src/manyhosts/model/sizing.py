@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from manyhosts.data import randomness
 from manyhosts.data.steps import mapped
@@ -99,7 +100,7 @@ def optimizer_bytes(make: MakeOptimizer, parameters: Parameters) -> UpdateBytes:
         for each in shapes:
             each.grad = torch.empty_like(each)
         optimizer.step()  # makes what it keeps
-        kept = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        kept = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)]
         with HeldBytes() as watched:
             watched.leave_out([*shapes, *(each.grad for each in shapes if each.grad is not None), *kept])
             optimizer.step()

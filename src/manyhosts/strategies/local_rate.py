@@ -48,7 +48,7 @@ def expect_noise(optimizer: optim.Optimizer, by: float) -> None:
     """
     for state in optimizer.state.values():
         for name, power in _SQUARES.items():
-            if isinstance(value := state.get(name), Tensor):
+            if isinstance(state, dict) and isinstance(value := state.get(name), Tensor):
                 value.mul_(by**power)
 
 

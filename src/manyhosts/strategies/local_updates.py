@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.collectives import Collectives
@@ -235,11 +236,10 @@ def own_state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
     return {
         "tensors": [tensor.clone() for tensor in local_tensors(model, holding)],
         "optimizer": {
-            str(key): {
-                name: holding.local(value).detach().clone() if isinstance(value, Tensor) else value
-                for name, value in values.items()
-            }
-            for key, values in optimizer.state_dict()["state"].items()
+            str(key): tree_map(
+                lambda each: holding.local(each).detach().clone() if isinstance(each, Tensor) else each, kept
+            )
+            for key, kept in optimizer.state_dict()["state"].items()
         },
     }
 
@@ -256,7 +256,9 @@ def take_own_state(
         own = {
             int(key): {name: _held_as(parameters[int(key)], value, holding) for name, value in values.items()}
             for key, values in state["optimizer"].items()
+            if key.isdigit()
         }
+        own |= {key: kept for key, kept in state["optimizer"].items() if not key.isdigit()}  # no parameter's
         optimizer.load_state_dict(optimizer.state_dict() | {"state": own})
 
 

@@ -29,6 +29,7 @@ from manyhosts.config.stopping import Best, EarlyStopping
 from manyhosts.config.strategies import DDP, Strategy, named
 from manyhosts.data import randomness
 from manyhosts.data.data import Data, check_dataset, is_several
+from manyhosts.device import backend_for
 from manyhosts.elastic import rendezvous
 from manyhosts.errors import ConfigError
 from manyhosts.evaluation.dataset_forward import ForwardPasses
@@ -303,7 +304,7 @@ class Session:
             calls,
             compared,
             most=self.settings.virtual_workers or 0,
-            survives=world.backend == "gloo" and world.device.type == "cpu" and alike,
+            survives=world.backend == backend_for(world.device) and alike,
             layout=layout,
             has_outcome=has_outcome,
             provider=self._provider if self._run is not None else None,

@@ -197,6 +197,9 @@ def test_run_directory_of_the_environment_is_that_of_the_run(
     assert f"{tmp_path}/runs/mine" in capsys.readouterr().out
     assert main(["run", "--dry-run", "--run-dir", "runs/other", "train.py"]) == 0
     assert "runs/mine" not in capsys.readouterr().out
+    monkeypatch.setenv("MANYHOSTS_RUN_DIR", "")
+    assert main(["run", "--dry-run", "train.py"]) == 0, "it names none"
+    monkeypatch.setenv("MANYHOSTS_RUN_DIR", "runs/mine")
     monkeypatch.setenv("RANK", "0")  # of a worker, which starts a run of its own
     assert main(["run", "--dry-run", "train.py"]) == 0
     assert "runs/mine" not in capsys.readouterr().out

@@ -319,6 +319,24 @@ def test_model_that_mixes_samples_is_refused_though_it_writes_a_buffer(tmp_path:
         trainer(tmp_path, model=lambda: nn.Sequential(RunningNorm(), network())).fit("2 steps")
 
 
+class Standardised(RunningNorm):
+    """Has what BatchNorm has beside it, by the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_batches_tracked", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("norm", [RunningNorm, Standardised])
+def test_buffer_that_changes_is_named_whatever_changes_after_it(norm: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"and a forward pass changes the buffer '0\.mean'"):
+        trainer(tmp_path, model=lambda: nn.Sequential(norm(), network())).fit("2 steps")
+
+
 class Ages(nn.Module):
     """Its output grows with its calls, which it counts in a buffer, in place."""
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, SequentialLR
+from torch.utils.data import TensorDataset
 
+import manyhosts as mh
 from manyhosts.errors import SnapshotError
+from manyhosts.model.combined_optimizer import each_of
 from manyhosts.model.optimizer_state import InitialOptimizer, by_name, load_by_name, options_of
 from manyhosts.model.trained_module import ModelAndLoss, names_kept
 from manyhosts.records.contents import unflatten
 from manyhosts.snapshot.flatten import flatten
 
+INPUTS = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
@@ -44,6 +50,16 @@ class Odd(torch.optim.SGD):
         self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1}
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["history"] = [torch.ones(2), {"count": 3}, None]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps values of its own beside those of its parameters, one of them in another dtype than theirs."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.state["count"] = self.state.get("count", 0) + 1
+        self.state["mean"] = torch.full((2,), 1 / 3, dtype=torch.float64)
+        return None
 
 
 class OfItsOwn(torch.optim.SGD):
@@ -88,6 +104,7 @@ MAKERS: dict[str, Make] = {
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
     "named by the script": lambda parameters: torch.optim.Adam([(f"its own {n}", p) for n, p in enumerate(parameters)]),
     "one with more than tensors": lambda parameters: Odd(parameters, lr=0.1, momentum=0.5),
+    "one with values of its own": lambda parameters: Counting(parameters, lr=0.1, momentum=0.5),
     "one with a form of its own": lambda parameters: OfItsOwn(parameters, lr=0.1),
 }
 
@@ -136,6 +153,53 @@ def test_state_by_name_comes_back_as_it_was_and_trains_on_to_the_same_bits(kind:
     train(module, optimizer, 2)
     train(fresh, its_own, 2)
     assert same(dict(fresh.state_dict()), dict(module.state_dict()))
+
+
+def counted_run(folder: Path) -> tuple[mh.Run, list[Any]]:
+    def step(run: mh.Run) -> None:
+        for name in ("one", "two"):
+            run.backward(lambda rows: run.models["two"](run.models["one"](rows[0])).square().mean(), name)
+            run.update(name)
+
+    run = mh.Run(
+        models={"one": lambda: nn.Linear(3, 2), "two": lambda: nn.Linear(2, 1)},
+        optimizers={name: lambda parameters: Counting(parameters, lr=0.1) for name in ("one", "two")},
+        data=mh.Data(train=TensorDataset(INPUTS), batch_size=4),
+        run_dir=folder,
+    )
+    return run, [step]
+
+
+def counted_trainer(folder: Path) -> tuple[mh.Trainer, list[Any]]:
+    trainer = mh.Trainer(
+        model=lambda: nn.Linear(3, 1),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: Counting(parameters, lr=0.1, momentum=0.5),
+        data=mh.Data(train=TensorDataset(INPUTS, INPUTS[:, :1]), batch_size=4),
+        run_dir=folder,
+        strategy="local-sgd",
+    )
+    return trainer, []
+
+
+def counted(rank: int, folder: Path, kind: Any, *durations: str) -> tuple[str, list[Any]]:
+    for each in durations:
+        made, step = kind(folder)
+        weights = made.fit(*step, each).weights_sha256
+    states = [each.state for each in each_of(made.parts.optimizer).values()]
+    return weights, [(state["count"], state["mean"].tolist()) for state in states]
+
+
+@pytest.mark.parametrize("kind", [counted_trainer, counted_run])
+def test_values_of_an_optimizers_own_are_there_after_a_resume(kind: Any, tmp_path: Path) -> None:
+    straight = counted(0, tmp_path / "straight", kind, "5 steps")
+    assert counted(0, tmp_path / "resumed", kind, "2 steps", "5 steps") == straight
+
+
+@pytest.mark.multiprocess
+def test_values_of_an_optimizers_own_are_there_where_workers_step_alone(tmp_path: Path) -> None:
+    straight = run_ranks(2, counted, tmp_path / "straight", counted_trainer, "5 steps")
+    assert run_ranks(2, counted, tmp_path / "resumed", counted_trainer, "2 steps", "5 steps") == straight
 
 
 def test_function_in_a_group_is_left_out_of_a_snapshot() -> None:

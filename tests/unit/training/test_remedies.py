@@ -183,6 +183,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "an argument of elsewhere": (lambda: own(criterion=1), "no argument 'criterion'", "run.backward(loss)"),
     "a directory of a number": (lambda: trainer(run_dir=5), "run_dir is a int", "run_dir="),
+    "a directory without a name": (lambda: trainer(run_dir=""), "run_dir is empty", "or leave it out"),
     "weights of a number": (lambda: trainer(init_from=3), "init_from is given a int", "init_from="),
     "a checkpoint of several things": (
         lambda: trainer(init_from={"model": net().state_dict(), "epoch": 3, "random": torch.zeros(2)}),

@@ -19,14 +19,16 @@ from manyhosts.events import Note, StepDone
 BATCH, SAMPLES, EPOCHS = 10, 25, 3  # three steps an epoch
 
 
-def rates(folder: Path, *, fit: str = f"{EPOCHS} epochs", **more: Any) -> tuple[list[float], list[str]]:
+def rates(
+    folder: Path, *, fit: str = f"{EPOCHS} epochs", validation: Any = None, **more: Any
+) -> tuple[list[float], list[str]]:
     """The learning rate of each step, and the notes."""
     heard: list[Any] = []
     more = {"loss": nn.CrossEntropyLoss(), **more}
     trainer = mh.Trainer(
         model=network,
         optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
-        data=mh.Data(train=TensorDataset(*images_and_labels(SAMPLES)), batch_size=BATCH),
+        data=mh.Data(train=TensorDataset(*images_and_labels(SAMPLES)), validation=validation, batch_size=BATCH),
         listeners=[heard.append],
         run_dir=folder,
         **more,
@@ -67,6 +69,20 @@ def test_schedules_that_end_at_nothing_or_begin_there_are_not(tmp_path: Path) ->
     for name, more in {"linear": {"schedule": linear}, "epoch": {"schedule": tenth, "schedule_every": "epoch"}}.items():
         _, notes = rates(tmp_path / name, **more)
         assert not [note for note in notes if "learning rate has fallen" in note], name
+
+
+def test_rate_that_validations_have_reduced_is_not(tmp_path: Path) -> None:
+    reported, notes = rates(
+        tmp_path,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=1e-4, patience=0, threshold=100.0
+        ),
+        validation=TensorDataset(*images_and_labels(SAMPLES)),
+        validate_every="1 step",
+        early_stopping=mh.EarlyStopping("loss", mode="min", patience=99),
+    )
+    assert reported[5] < 1e-6
+    assert not [note for note in notes if "learning rate has fallen" in note]
 
 
 def test_resume_by_the_other_count_is_refused(tmp_path: Path) -> None:

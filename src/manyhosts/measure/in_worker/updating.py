@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from manyhosts import device
 from manyhosts.measure.in_worker.passes import Passes
@@ -77,8 +78,7 @@ def _tensors(parts: Parts) -> Iterator[Tensor]:
         yield each
         if each.grad is not None:
             yield each.grad
-    for values in parts.optimizer.state.values():
-        yield from (value for value in values.values() if isinstance(value, Tensor))
+    yield from (each for each in tree_leaves([*parts.optimizer.state.values()]) if isinstance(each, Tensor))
 
 
 def _kept_bytes(parts: Parts) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from manyhosts.communication.gathering import gather_words
 from manyhosts.errors import ConfigError
@@ -75,7 +76,7 @@ class SharedMemory(ByMicroBatch):
         super().hold(optimizer)
         trial = Served(list(self.trained().values()), optimizer, None, looks_ahead=False)
         trial.update([torch.zeros_like(each) for each in trial.values])
-        if any(value is not None for state in trial.optimizer.state.values() for value in state.values()):
+        if any(each is not None for each in tree_leaves([*trial.optimizer.state.values()])):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps something of earlier steps, and with strategy 'hogwild' each worker "
                 "would keep another",

@@ -22,6 +22,7 @@ from manyhosts.errors import SnapshotError, TrainingError
 from manyhosts.model.trained_module import check_still_frozen
 from manyhosts.snapshot.fingerprint import combined, tensor_checksums
 from manyhosts.snapshot.flatten import flatten
+from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.local_updates import weighted_mean
 from manyhosts.training.consistency.same_given import agree
 from manyhosts.training.setup.build import Parts
@@ -58,7 +59,8 @@ def compare_weights(parts: Parts, moment: str) -> None:
     own, own_values = tensor_checksums(tensors), value_checksums(values)
     if agree(world, combined({**own, **own_values})):
         return
-    if different := difference_of_values(world, values, own_values, moment):
+    different = difference_of_values(world, values, own_values, moment)
+    if different := different or difference_of_kinds(world, tensors, moment):  # before anything of these is exchanged
         raise different
     if statistics := own_statistics(parts):
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
@@ -79,19 +81,30 @@ def own_statistics(parts: Parts) -> list[Tensor]:
     return [] if alike else parts.strategy.own_statistics(parts.trained)
 
 
+def difference_of_kinds(world: World, tensors: Mapping[str, Tensor], moment: str) -> TrainingError | None:
+    """What is to be raised where a tensor is there, or of a dtype or shape, on some workers alone. All call this."""
+    own = {name: f"{dtype_name(each.dtype)} of shape {tuple(each.shape)}" for name, each in tensors.items()}
+    reported: list[dict[str, str]] = gather_plain(world, own)
+    for name in dict.fromkeys(name for row in reported for name in row):
+        kinds = [row.get(name, "nothing") for row in reported]
+        of_each = {kind: _ranks([rank for rank, each in enumerate(kinds) if each == kind]) for kind in kinds}
+        if len(of_each) > 1:
+            said = ", ".join(f"{kind} on {ranks}" for kind, ranks in of_each.items())
+            return TrainingError(
+                f"the workers do not hold the same model: {name} is {said}",
+                where=moment,
+                fix="look for code that adds, removes or changes parameters or buffers by RANK",
+            )
+    return None
+
+
 def _difference(
     world: World, tensors: Mapping[str, Tensor], own: Mapping[str, str], moment: str, *, buffers: set[str]
 ) -> TrainingError:
     reported: list[dict[str, str]] = gather_plain(world, own)
-    differing = [name for name in tensors if len({found.get(name, "") for found in reported}) > 1]
-    if not differing:
-        return TrainingError(
-            "the workers hold tensors of different names",
-            where=moment,
-            fix="look for code that adds or removes parameters or buffers by RANK",
-        )
+    differing = [name for name in tensors if len({found[name] for found in reported}) > 1]
     name = differing[0]
-    sums = [found.get(name, "") for found in reported]
+    sums = [found[name] for found in reported]
     holders = ([rank for rank, each in enumerate(sums) if each == value] for value in set(sums))
     groups = sorted(holders, key=lambda ranks: (-len(ranks), ranks))
     amount, part = _amount(world, tensors[name])

@@ -91,7 +91,7 @@ class Schedule:
     def __init__(self, schedule: LRScheduler | None, every: Literal["step", "epoch"]) -> None:
         self._schedule = schedule
         self.plateau = schedule if isinstance(schedule, ReduceLROnPlateau) else None
-        self.follows_steps = schedule is not None and every == "step"
+        self.follows_steps = schedule is not None and self.plateau is None and every == "step"
         self._began = False
         """Whether this loop has moved it on."""
 

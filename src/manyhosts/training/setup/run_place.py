@@ -36,6 +36,10 @@ class RunPlace:
                 where="mh.Trainer(run_dir=…)",
                 fix='write run_dir="runs/mine"',
             )
+        if given == "":
+            raise ConfigError(
+                "run_dir is empty", where="mh.Trainer(run_dir=…)", fix="name a directory, or leave it out: one is made"
+            )
         self.number = session.next_number()
         self.script = _script()
         self._session, self._run_dir = session, run_dir
@@ -45,7 +49,7 @@ class RunPlace:
     @property
     def _names_directory(self) -> bool:
         """Whether the script's own word for the run directory counts."""
-        return self._run_dir is not None and (VARIABLE not in os.environ or UNASKED in os.environ)
+        return self._run_dir is not None and (not os.environ.get(VARIABLE) or UNASKED in os.environ)
 
     def compare(self, world: World) -> None:
         """See that the script names one run directory to all workers that share a disk. All of them call this.
@@ -61,7 +65,7 @@ class RunPlace:
         if self._run_dir is not None and self._names_directory:
             check_is_folder(str(self._run_dir), where="run_dir")
             return RunDirectory(Path(self._run_dir).absolute())
-        if VARIABLE in os.environ:
+        if os.environ.get(VARIABLE):  # empty, it names none
             return RunDirectory(self._below(RunDirectory.choose(self.script).path.absolute()))
         if self._chosen is None:
             new = self._below(self._session.new_directory(self.script, once=_is_command())) if world.is_rank_0 else ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from manyhosts.config.settings import Settings
 from manyhosts.config.stopping import Best, EarlyStopping
@@ -381,4 +382,4 @@ def _updated(parts: Parts) -> list[torch.Tensor]:
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
-    return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    return [each for each in tree_leaves([*state.values()]) if isinstance(each, torch.Tensor)]

@@ -97,8 +97,8 @@ class Profiling:
         _profiled.add(self._folder)
         ranks = range(self._world.size) if self._request.ranks is None else self._request.ranks
         name = f"rank-{ranks[0]}" if len(ranks) == 1 else "rank-*"
-        where = f"{self._folder / name}" + ("" if list(ranks) == [0] else " (each on its worker's host)")
-        self._say(f"profile of steps {first} to {last}{but}: {where}/{SUMMARY} to read, {TRACE} for {_VIEWER}", last)
+        where = f"{self._folder / name / SUMMARY}" + ("" if list(ranks) == [0] else " (each on its worker's host)")
+        self._say(f"profile of steps {first} to {last}{but}: {where} to read, {TRACE} for {_VIEWER}", last)
 
     def _summary(self, profiler: profile, seconds: float) -> str:
         steps, world, count = self._steps, self._world, len(self._steps)

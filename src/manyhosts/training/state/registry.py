@@ -165,8 +165,9 @@ def take_up(parts: Parts, kept: Mapping[str, Any], *, own: bool = False, schedul
     parts.precision.load_state_dict(kept["scaler"])
     torch.set_rng_state(kept["random"]["torch"])
     if "evaluating" in kept:  # snapshots of before have none, nor has one of a model that is cut into stages
+        evaluating = set(kept["evaluating"])
         for name, module in parts.trained.named_modules():
-            module.training = name not in kept["evaluating"]
+            module.training = name not in evaluating
     for name, each in parts.objects.items():
         if name in kept.get("objects", {}):  # snapshots of before have none
             state = kept["objects"][name]

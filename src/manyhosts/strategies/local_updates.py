@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from manyhosts.communication.buckets import GradientBuckets
 from manyhosts.communication.collectives import Collectives
@@ -236,7 +235,7 @@ def own_state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, 
     return {
         "tensors": [tensor.clone() for tensor in local_tensors(model, holding)],
         "optimizer": {
-            str(key): tree_map(
+            str(key): torch.utils._pytree.tree_map(
                 lambda each: holding.local(each).detach().clone() if isinstance(each, Tensor) else each, kept
             )
             for key, kept in optimizer.state_dict()["state"].items()
@@ -254,11 +253,10 @@ def take_own_state(
         del tensors  # before the optimizer's are read
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         own = {
-            int(key): {name: _held_as(parameters[int(key)], value, holding) for name, value in values.items()}
-            for key, values in state["optimizer"].items()
+            int(key): {name: _held_as(parameters[int(key)], value, holding) for name, value in kept.items()}
+            for key, kept in state["optimizer"].items()
             if key.isdigit()
-        }
-        own |= {key: kept for key, kept in state["optimizer"].items() if not key.isdigit()}  # no parameter's
+        } | {key: kept for key, kept in state["optimizer"].items() if not key.isdigit()}  # no parameter's
         optimizer.load_state_dict(optimizer.state_dict() | {"state": own})
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from manyhosts.communication.gathering import gather_words
 from manyhosts.errors import ConfigError
@@ -76,7 +75,11 @@ class SharedMemory(ByMicroBatch):
         super().hold(optimizer)
         trial = Served(list(self.trained().values()), optimizer, None, looks_ahead=False)
         trial.update([torch.zeros_like(each) for each in trial.values])
-        if any(each is not None for each in tree_leaves([*trial.optimizer.state.values()])):
+        if any(
+            value is not None
+            for kept in trial.optimizer.state.values()
+            for value in (kept.values() if isinstance(kept, dict) else [kept])
+        ):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps something of earlier steps, and with strategy 'hogwild' each worker "
                 "would keep another",

@@ -252,11 +252,14 @@ def take_own_state(
         torch._foreach_copy_(local_tensors(model, holding), tensors)
         del tensors  # before the optimizer's are read
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        own = {
-            int(key): {name: _held_as(parameters[int(key)], value, holding) for name, value in kept.items()}
-            for key, kept in state["optimizer"].items()
+        own = {  # read once; what is under a word is no parameter's
+            int(key) if key.isdigit() else key: {
+                name: _held_as(parameters[int(key)], value, holding) for name, value in kept.items()
+            }
             if key.isdigit()
-        } | {key: kept for key, kept in state["optimizer"].items() if not key.isdigit()}  # no parameter's
+            else kept
+            for key, kept in state["optimizer"].items()
+        }
         optimizer.load_state_dict(optimizer.state_dict() | {"state": own})
 
 

@@ -35,8 +35,8 @@ _PLAIN = bool | int | float | complex | str | bytes | None
 
 
 def _cloned(tensor: Tensor) -> Tensor | None:
-    is_large = isinstance(tensor, nn.Parameter) or tensor.numel() > _MOST_NUMBERS
-    return None if is_large else tensor.detach().clone()
+    is_seen = not isinstance(tensor, nn.Parameter) and tensor.numel() <= _MOST_NUMBERS
+    return tensor.detach().clone() if is_seen and tensor.layout is torch.strided else None  # sparse ones have no equal
 
 
 def _set(tensor: Tensor, before: Tensor | None) -> None:

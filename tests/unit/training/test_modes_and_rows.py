@@ -266,3 +266,28 @@ def test_what_a_step_changes_and_no_snapshot_has_is_named(tmp_path: Path, kind: 
         made(tmp_path / "run").fit(step, "4 steps")
     found = [note for note in notes(tmp_path / "run") if "the step uses" in note or "the step changes" in note]
     assert any(words in note for note in found) if words else not found, found
+
+
+def test_sparse_tensor_that_a_step_names_and_sparse_gradients_go_with_it(tmp_path: Path) -> None:
+    adjacent = torch.eye(8).to_sparse()
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(24, 3, sparse=True)
+
+        def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+            return self.table(numbers)
+
+    def step(run: mh.Run) -> None:
+        for _ in range(2):
+            run.backward(lambda batch: (adjacent @ run.models["net"](batch[0])).square().mean())
+            run.update()
+
+    run = made(
+        tmp_path,
+        models={"net": Words},
+        data=mh.Data(train=TensorDataset(torch.arange(24)), batch_size=8, shuffle=False),
+    )
+    run.fit(step, "4 steps")
+    assert not [note for note in notes(tmp_path) if "the step changes" in note]

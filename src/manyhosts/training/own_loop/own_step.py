@@ -458,7 +458,9 @@ class OwnStep:
         """See that the step has not gone backward by itself for what the pass that begins now gives new gradients."""
         for parameter in group.parameters:
             grad, (before, version) = parameter.grad, self._gradients[parameter]
-            if grad is not None and (grad is not before or grad._version != version) and bool(grad.any()):
+            if grad is None or (grad is before and grad._version == version):
+                continue
+            if bool((grad.coalesce().values() if grad.is_sparse else grad).any()):
                 raise ConfigError(
                     f"the step has computed gradients for {group.name!r} before run.backward, which begins with none: "
                     "they would be lost",

@@ -44,6 +44,19 @@ def _set(tensor: Tensor, before: Tensor | None) -> None:
         tensor.data = before.clone()
 
 
+def _plain_of(kind: type) -> dict[str, Any]:
+    """The plain values that a class of the script's has as attributes."""
+    if kind.__module__.partition(".")[0] in _OF_OTHERS:
+        return {}
+    return {name: each for name, each in vars(kind).items() if isinstance(each, _PLAIN) and not name.startswith("__")}
+
+
+def _set_plain(kind: type, before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        if getattr(kind, name, None) is not value:  # else members of an Enum, which cannot be set
+            setattr(kind, name, value)
+
+
 _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     Tensor: (_cloned, _set),
     np.ndarray: (np.copy, np.copyto),
@@ -55,21 +68,9 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     ),
     np.random.RandomState: (lambda value: value.get_state(), lambda value, before: value.set_state(before)),
     set: (set, lambda value, before: (value.clear(), value.update(before))),
-    type: (
-        lambda value: {name: each for name, each in vars(value).items() if _is_number_of_class(name, each)},
-        lambda value, before: _set_numbers(value, before),
-    ),
+    type: (_plain_of, _set_plain),
 }
 """What holds numbers of its own: how they are copied, and how a copy is put back in place."""
-
-
-def _is_number_of_class(name: str, value: Any) -> bool:
-    return isinstance(value, _PLAIN) and not name.startswith("__")
-
-
-def _set_numbers(kind: type, before: Mapping[str, Any]) -> None:
-    for name, value in before.items():
-        setattr(kind, name, value)
 
 
 @dataclass(frozen=True, slots=True)

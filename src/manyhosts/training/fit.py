@@ -214,7 +214,9 @@ class Fit:
             {
                 "arguments of fit": {"duration": str(self.settings.duration)},
                 "optimizers": optimizer_described(self.parts.optimizer),
-                "modules that the step uses and the run was not given": others_described(own.others() if own else {}),
+                "modules that the step uses and the run was not given": others_described(
+                    own.others() if own and self.world.size > 1 else {}
+                ),
             },
         )
         validation = training.validation

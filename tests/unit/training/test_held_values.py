@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -84,3 +85,25 @@ def test_weight_that_a_hook_of_torch_computes_before_each_forward_is_no_change()
     module(torch.ones(2, 3))
     module[3].counter += 1
     assert differing(before, HeldValues(module).now()) == ["3.counter"]
+
+
+class Split(enum.IntEnum):
+    TRAIN = 1
+
+
+class Rate:
+    value = 1.0
+
+
+def test_class_of_the_scripts_is_put_back_and_members_of_an_enum_are_let_be() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        Rate.value *= 0.5
+        return (outputs - targets).square().mean() * int(Split.TRAIN)
+
+    held = HeldValues(nn.Linear(2, 1), loss)
+    before = held.now()
+    loss(torch.ones(1), torch.ones(1))
+    assert differing(before, held.now()) == ["Rate"]
+    held.put_back(before)
+    assert Rate.value == 1.0
+    assert not differing(before, held.now())

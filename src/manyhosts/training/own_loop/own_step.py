@@ -244,9 +244,9 @@ class OwnStep:
         found.add_names("run", self.attributes, [name for name in self.attributes if name not in self.known])
         return found
 
-    def others(self) -> dict[str, nn.Module]:
-        """The modules, by name, that the step's code uses and the run does not have."""
-        found = HeldValues(self.model, self.written).modules.items()
+    def others(self, values: HeldValues | None = None) -> dict[str, nn.Module]:
+        """The modules, by name, that the step's code uses and the run does not have. `values`: what it holds."""
+        found = (values or self._held()).modules.items()
         return {
             name: each for name, each in found if each not in self._modules and any(True for _ in each.parameters())
         }
@@ -267,7 +267,7 @@ class OwnStep:
         self._note_gradients(self._placed)
         if self._plain is None:
             self._plain = (values := self._held()).now()
-            self.world.notes += _of_others(self.others(), values.iterators)
+            self.world.notes += _of_others(self.others(values), values.iterators)
         self._seed()
         is_good = self._made()
         if not self.calls and not self.run_state.step:
@@ -315,7 +315,7 @@ class OwnStep:
 
     def _agree(self, control_flags: Sequence[float]) -> tuple[Sequence[float] | Tensor, bool]:
         """The sums of the control flags over the workers, and whether any worker keeps something by part."""
-        in_use = bool(self.parts.live) and any(part.objects for part in self.parts.live.values())
+        in_use = any(part.objects for part in self.parts.live.values())
         if self.world.size == 1:
             return control_flags, in_use
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.

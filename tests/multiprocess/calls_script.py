@@ -78,8 +78,8 @@ def deeper(trainer: mh.Trainer) -> nn.Module:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     if DIES and ":" in PLACE:
-        sys.path.insert(0, str(Path(__file__).parents[1]))
         from deadly_script import dies_at
 
         dies_at(PLACE)

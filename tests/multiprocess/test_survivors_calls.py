@@ -84,7 +84,8 @@ def test_worker_that_dies_in_a_later_call_costs_no_bit(
 @pytest.mark.xdist_group("stand-in")
 @pytest.mark.parametrize(("place", "rank"), [("test", 1), pytest.param("fit again", 0, marks=pytest.mark.slow)])
 def test_worker_that_dies_in_a_later_call_on_a_gpu_costs_no_bit(place: str, rank: int, tmp_path: Path) -> None:
-    run_script(tmp_path / "lived", "nowhere", 0, 0, "--env", "STAND_IN=1")
+    lived = run_script(tmp_path / "lived", "nowhere", 0, 0, "--env", "STAND_IN=1")
+    assert lived.code == 0, lived.out + lived.err
     ended = run_script(tmp_path / "died", place, rank, 0, "--env", "STAND_IN=1")
     assert ended.code == 0, ended.out + ended.err
     assert_same(tmp_path / "died", tmp_path / "lived", ended.out + ended.err)

@@ -76,7 +76,7 @@ def worker(rounds: int, steps: int) -> None:
                 found[way].append((time.process_time() - begin) / steps)
     if trainers["without"].is_main:
         compared = {
-            way: 0 if (found_by := trainer.parts.auditor) is None else found_by.compared
+            way: 0 if (found_by := trainer.components.auditor) is None else found_by.compared
             for way, trainer in trainers.items()
         }
         Path(os.environ["FOUND"]).write_text(json.dumps({"seconds": found, "compared": compared, "end": result.status}))

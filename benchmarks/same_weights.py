@@ -45,17 +45,17 @@ def train(width: int, layers: int, snapshots: int) -> None:
     times: dict[str, list[float]] = {"compared": [], "with": [], "without": []}
     compare, saved = same_weights.compare_weights, [0]
 
-    def every_second_time(parts: Any, moment: str) -> None:
+    def every_second_time(components: Any, moment: str) -> None:
         begin = time.perf_counter()
         if saved[0] % 2:
-            compare(parts, moment)
+            compare(components, moment)
             times["compared"].append(time.perf_counter() - begin)
 
     save = snapshot_schedule.SnapshotSchedule.save
 
     def timed(self: Any, *arguments: Any, **named: Any) -> None:
         saved[0] += 1
-        self.parts.world.barrier()
+        self.components.world.barrier()
         begin = time.perf_counter()
         save(self, *arguments, **named)
         times["with" if saved[0] % 2 else "without"].append(time.perf_counter() - begin)

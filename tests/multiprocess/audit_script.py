@@ -65,7 +65,7 @@ class Faults:
             self.step = stepper.training.state.step + 1
             if self.strike("weights"):
                 with torch.no_grad():
-                    first = next(stepper.training.parts.model.parameters())
+                    first = next(stepper.training.components.model.parameters())
                     first.copy_(flipped(first))
             train_step(stepper, steps)
 

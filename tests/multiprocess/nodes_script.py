@@ -40,7 +40,7 @@ def main() -> None:
             dies_at(place)
     recipe = recipe_in_environment()
     trainer = make_trainer(recipe, Path("run"))
-    strategy, world = trainer.parts.strategy, trainer.parts.world
+    strategy, world = trainer.components.strategy, trainer.components.world
     update = strategy.update
     lines = (own / f"equal-{pid}").open("a")
 

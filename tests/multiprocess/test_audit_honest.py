@@ -138,7 +138,7 @@ def train(job: Job, run_dir: Path, share: float | None, *, is_wrong: bool = Fals
     if is_wrong:
         next(trainer.model.parameters()).register_hook(lambda gradient: gradient * (1 + 1e-6))
     result = trainer.fit(f"{STEPS} steps")
-    compared = 0 if trainer.parts.auditor is None else trainer.parts.auditor.compared
+    compared = 0 if trainer.components.auditor is None else trainer.components.auditor.compared
     return {"weights": result.weights_sha256, "compared": compared}
 
 

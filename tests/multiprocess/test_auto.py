@@ -142,7 +142,7 @@ def trained_in_little(rank: int, folder: Path) -> tuple[str, list[str], str, str
     already = sum(each.nbytes for layer in layers for each in layer.parameters())
     two = lambda: nn.Sequential(*copy.deepcopy(layers))  # noqa: E731
     host_state.memory_left = lambda share=1: MUCH  # type: ignore[assignment]
-    training = trainer(folder / "much", strategy="auto", model=two).parts.chosen_for
+    training = trainer(folder / "much", strategy="auto", model=two).components.chosen_for
     assert training is not None
     found = {way.name: way.needed for way in ways(training, 2)}
     host_state.memory_left = lambda share=1: found["pipeline 1f1b"] - already  # type: ignore[assignment]

@@ -182,7 +182,7 @@ def test_state_of_a_callback_is_in_snapshots_also_at_the_end_of_an_epoch(workers
 def virtual(rank: int, folder: Path) -> tuple[str, dict[str, Tensor]]:
     trainer = trainer_of(folder, callbacks=[Follow(), mh.EMA(0.9)], virtual_workers=4)
     sha = trainer.fit(f"{STEPS} steps").weights_sha256
-    return sha, trainer.parts.callbacks.tensors()
+    return sha, trainer.components.callbacks.tensors()
 
 
 def test_callbacks_keep_the_bits_of_virtual_workers(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def averaged(rank: int, folder: Path, kind: str, strategy: str) -> dict[str, Any
     found["best"] = trainer.validate()
     trainer.save(folder / "last.safetensors", weights="last")
     trainer.save(folder / "best.safetensors")
-    state = trainer.parts.callbacks.by_name[kind].averages()
-    holding = trainer.parts.strategy.holding
+    state = trainer.components.callbacks.by_name[kind].averages()
+    holding = trainer.components.strategy.holding
     found["average"] = {name: holding.full(value).clone() for name, value in state.items()}
     found["trained"] = {name: holding.full(value).clone() for name, value in trainer.model.state_dict().items()}
     if rank == 0:
@@ -219,7 +219,7 @@ def averaged(rank: int, folder: Path, kind: str, strategy: str) -> dict[str, Any
         time.sleep(0.01)
     again = made(folder / "again")
     found["resumed"] = again.fit(f"{STEPS} steps").weights_sha256
-    state = again.parts.callbacks.by_name[kind].averages()
+    state = again.components.callbacks.by_name[kind].averages()
     found["resumed average"] = {name: holding.full(value).clone() for name, value in state.items()}
     return found
 
@@ -351,7 +351,7 @@ def frozen(rank: int, folder: Path, kind: str, more: dict[str, Any]) -> dict[str
         given[:] = [copy.copy(each) for each in given]
     trainer = made(folder)
     trainer.fit(f"{STEPS} steps")
-    holding = trainer.parts.strategy.holding
+    holding = trainer.components.strategy.holding
     return {name: holding.full(value).clone() for name, value in trainer.model.state_dict().items()}
 
 
@@ -409,7 +409,7 @@ def own_loop(rank: int, folder: Path) -> tuple[list[int], bool]:
         run_dir=folder,
     )
     run.fit(step, "7 steps")
-    return steps, run.parts.callbacks.by_name["ema"].count == 7
+    return steps, run.components.callbacks.by_name["ema"].count == 7
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

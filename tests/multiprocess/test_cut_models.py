@@ -179,14 +179,14 @@ def in_groups(rank: int) -> dict[str, Any]:
     found["mesh"] = [over.mesh.tolist(), list(over.get_coordinate() or ())]
     known()
     trainer = trainer_for(Path("/nowhere"), [], strategy=ByHand(shard=2))
-    parts = trainer.parts
-    compare_weights(parts, "now")
-    found["norm of nothing"] = parts.strategy.norm(parts.trained).item()
+    components = trainer.components
+    compare_weights(components, "now")
+    found["norm of nothing"] = components.strategy.norm(components.trained).item()
     if rank == 3:
         with torch.no_grad():
-            parts.strategy.holding.local(next(parts.model.parameters()))[0, 0] += 1
+            components.strategy.holding.local(next(components.model.parameters()))[0, 0] += 1
     try:
-        compare_weights(parts, "now")
+        compare_weights(components, "now")
     except TrainingError as error:
         found["error"] = error.what
     parameter = nn.Parameter(torch.ones(2))

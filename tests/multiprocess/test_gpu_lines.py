@@ -70,8 +70,8 @@ def trainings(folder: Path) -> None:
         plain = trainer(folder / "plain", "7 steps")
     assert (folder / f"plain/profile/rank-{plain.world.rank}/summary.txt").exists() or plain.world.rank
     assert plain.predict(TensorDataset(INPUTS), forward=lambda model, batch: model(batch[0])).shape == (64, 4)
-    assert why_not_survive(plain.parts) == ""
-    ModelWatch(plain.parts.model, plain.world).all_is_new()
+    assert why_not_survive(plain.components) == ""
+    ModelWatch(plain.components.model, plain.world).all_is_new()
     trainer(folder / "auto", "6 steps", strategy=mh.DDP(compression="auto", compress_above=16))
     trainer(folder / "int8", "2 steps", strategy=mh.DDP(compression="int8", compress_above=16))
     low_rank = mh.DDP(compression="powersgd", compress_above=1, powersgd_rank=1)
@@ -81,10 +81,10 @@ def trainings(folder: Path) -> None:
     assert 0 < device.memory_left(fits.world.device) < 1 << 34
     trainer(folder / "parts", "2 steps", strategy=mh.FSDP(units=["0", "3"]))
     copies = trainer(folder / "copies", "2 steps", strategy=mh.FSDP(units=["0", "3"], shard=1))
-    assert "of a GPU" in why_not_survive(copies.parts)
+    assert "of a GPU" in why_not_survive(copies.components)
     offloaded = mh.FSDP(units=["0", "3"], cpu_offload=True)
     on_host = trainer(folder / "on host", "2 steps", strategy=offloaded, precision="fp16", clip_gradients=1.0)
-    put_weights(on_host.parts, weights_of(on_host.parts))
+    put_weights(on_host.components, weights_of(on_host.components))
     trainer(folder / "virtual", "2 steps", virtual_workers=4, audit=0.5)
     torch.use_deterministic_algorithms(False)
 
@@ -92,19 +92,19 @@ def trainings(folder: Path) -> None:
 def measurements(folder: Path) -> None:
     """A plan measures one worker."""
     made = trainer(folder / "measured", "1 step", strategy=mh.LocalSGD(sync_every=100), batch_norm="local")
-    parts, where = made.parts, made.world.device
-    passes = Passes(parts, Batches(parts, RunState()))
+    components, where = made.components, made.world.device
+    passes = Passes(components, Batches(components, RunState()))
     asked: dict[str, Any] = {"samples": 8, "seconds": 0.01}
     found = readiness.measure(passes, list(made.model.parameters()), bucket_bytes=600, **asked)
     assert [bucket.ready for bucket in found] == sorted(bucket.ready for bucket in found)
-    seconds, kept, _ = updating.measure(parts, passes, clip=None, **asked)
+    seconds, kept, _ = updating.measure(components, passes, clip=None, **asked)
     assert seconds > 0
     assert kept >= 2 * sum(each.nbytes for each in made.model.parameters())
     assert sum(passes.once(8)) > 0
     alone, batch = SingleProcess(made.world), passes.batches.of(8)
     alone.parameters = list(made.model.parameters())
     piece = Piece(bring=lambda: batch, samples=8, weight=1.0, address=(0, 0, 0))
-    alone.forward_backward(parts.trained, [piece], parts.compute, parts.precision.scale, [0.0])
+    alone.forward_backward(components.trained, [piece], components.compute, components.precision.scale, [0.0])
     assert all(each.grad is not None for each in alone.parameters)
     assert machine.copy_s_per_byte(where, 1 << 10, 1 << 12) > 0
     assert several_workers.owners_bandwidth(made.world, 1 << 12, seconds=0.1) > 0
@@ -149,9 +149,9 @@ def gradients_of_a_look(folder: Path) -> None:
         run_dir=folder / "own loss",
     )
     made.fit("1 step")
-    parts = made.parts
-    look = Look(parts.compute, parts.trained, parts.world.device, gradients=True)
-    comparison = Comparison(look, parts.trained, Seen())
+    components = made.components
+    look = Look(components.compute, components.trained, components.world.device, gradients=True)
+    comparison = Comparison(look, components.trained, Seen())
     assert comparison._gradient([(DATA[:4], 1.0)]) == {}, "parameters of the stand-in are others"
 
 

@@ -22,7 +22,7 @@ PLAIN = Recipe(samples=122, batch=20)  # 122 = 6 x 20 + 2: in the last step of a
 def train_plainly(rank: int, recipe: Recipe, folder: Path) -> dict[str, torch.Tensor]:
     """The same with SGD without momentum, whose mean over the workers is that of their gradients."""
     trainer = make_trainer(recipe, folder)
-    for group in trainer.parts.optimizer.param_groups:
+    for group in trainer.components.optimizer.param_groups:
         group["momentum"] = 0.0
     trainer.fit("9 steps")
     return {name: value.detach() for name, value in trainer.model.state_dict().items()}
@@ -158,7 +158,7 @@ def test_bytes_are_sent_when_the_workers_meet(tmp_path: Path) -> None:
 def train_with_falling_rate(rank: int, strategy: Any, folder: Path) -> None:
     """The learning rate halves after the fourth step, and again after the twelfth."""
     trainer = make_trainer(replace(PLAIN, trainer={"strategy": strategy}), folder)
-    trainer.parts.schedule = torch.optim.lr_scheduler.MultiStepLR(trainer.parts.optimizer, [4, 12], gamma=0.5)
+    trainer.components.schedule = torch.optim.lr_scheduler.MultiStepLR(trainer.components.optimizer, [4, 12], gamma=0.5)
     trainer.fit("24 steps")
 
 

@@ -35,7 +35,7 @@ def held_and_predicted(
             )  # fmt: skip
             held.begin()
             made.fit("2 steps")
-        return made.parts.chosen_for, held.most
+        return made.components.chosen_for, held.most
 
     training, _ = trained("auto", "auto")
     assert training is not None

@@ -108,13 +108,13 @@ def drift(rank: int, folder: Path) -> tuple[bytes, bytes]:
     on_two_nodes(rank)
     own: list[bytes] = []
     trainer = make_trainer(given(mh.LocalSGD(sync_every=100), PLAIN), folder)
-    whole = trainer.parts.strategy.update
+    whole = trainer.components.strategy.update
 
     def update(model: nn.Module, optimizer: Any) -> None:
         whole(model, optimizer)
         own.append(flat_bytes(model))
 
-    trainer.parts.strategy.update = update  # type: ignore[method-assign]
+    trainer.components.strategy.update = update  # type: ignore[method-assign]
     trainer.fit("9 steps")
     return own[-1], flat_bytes(trainer.model)
 
@@ -133,7 +133,7 @@ def meet_in_every_step(rank: int, folder: Path) -> torch.Tensor:
     if int(os.environ["WORLD_SIZE"]) > 1:
         on_two_nodes(rank)
     trainer = make_trainer(given(mh.LocalSGD(sync_every=1), PLAIN), folder)
-    for group in trainer.parts.optimizer.param_groups:
+    for group in trainer.components.optimizer.param_groups:
         group["momentum"] = 0.0
     trainer.fit("9 steps")
     return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()])

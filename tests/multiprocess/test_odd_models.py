@@ -221,7 +221,7 @@ def fitted(rank: int, folder: Path) -> dict[str, tuple[dict[str, Tensor], dict[s
         kept = [
             {
                 **{name: value.clone() for name, value in each.model.state_dict().items()},
-                **{name: value.clone() for name, value in each.parts.callbacks.tensors().items()},
+                **{name: value.clone() for name, value in each.components.callbacks.tensors().items()},
             }
             for each in (whole, resumed)
         ]

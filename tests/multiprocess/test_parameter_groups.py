@@ -48,7 +48,7 @@ def fitted(rank: int, folder: Path, strategy: str) -> list[dict[str, Tensor]]:
             run_dir=folder / str(number),
         )
         trainer.fit("6 steps")
-        holding = trainer.parts.strategy.holding
+        holding = trainer.components.strategy.holding
         found.append({name: holding.full(value).clone() for name, value in trainer.model.state_dict().items()})
     return found
 

@@ -83,7 +83,7 @@ def fit(rank: int, run_dir: Path, steps: int, asked: dict[str, Any]) -> dict[str
     except ManyhostsError as error:
         return {"error": str(error), "said": said}
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.parts.optimizer.param_groups]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.components.optimizer.param_groups]
     return {"weights": weights, "groups": groups, "said": said, "sha": result.weights_sha256, "steps": result.steps}
 
 

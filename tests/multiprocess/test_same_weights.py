@@ -169,7 +169,7 @@ def kinds_by_rank(rank: int, folder: Path, odd: int) -> dict[str, dict[str, Any]
             made.model.get_parameter(next(iter(dict(made.model.named_parameters()))))[0] += rank  # and weights differ
         if rank == odd:
             change(made.model)
-        found[kind] = attempt(lambda made=made: compare_weights(made.parts, "at the end"))
+        found[kind] = attempt(lambda made=made: compare_weights(made.components, "at the end"))
     return found
 
 

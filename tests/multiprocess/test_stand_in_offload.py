@@ -136,7 +136,7 @@ def where_all_lies(rank: int, folder: Path) -> None:
     trainer = make_trainer(host(ADAM), folder)
     trainer.fit("2 steps")
     for name, parameter in trainer.model.named_parameters():
-        state = trainer.parts.optimizer.state[parameter]
+        state = trainer.components.optimizer.state[parameter]
         held = [parameter, *([] if parameter.grad is None else [parameter.grad]), *state.values()]
         if parameter.dim() == 0:
             assert isinstance(parameter.data, OnDevice), name
@@ -145,7 +145,7 @@ def where_all_lies(rank: int, folder: Path) -> None:
             local = each.detach().to_local() if isinstance(each, DTensor) else each
             assert not isinstance(local, OnDevice), name
         assert tensor.is_pinned(parameter.detach().to_local()), name
-        taken_up = trainer.parts.strategy.holding.like(parameter, parameter.detach().to_local().clone())
+        taken_up = trainer.components.strategy.holding.like(parameter, parameter.detach().to_local().clone())
         assert not isinstance(taken_up.to_local(), OnDevice), name
 
 
@@ -177,14 +177,14 @@ def put_while_read(rank: int, folder: Path) -> None:
     tensor.install()
     trainer = make_trainer(host(ADAM), folder)
     trainer.fit("2 steps")
-    parts, words = trainer.parts, samples(5, 3).tensors[0].to(trainer.world.device)
-    others = {"model": {name: torch.zeros_like(value) for name, value in weights_of(parts)["model"].items()}}
-    with torch.no_grad(), collective_forward(parts.model):
-        before = parts.model(words).cpu()
-        under_way = parts.model(words)
-        put_weights(parts, others)
+    components, words = trainer.components, samples(5, 3).tensors[0].to(trainer.world.device)
+    others = {"model": {name: torch.zeros_like(value) for name, value in weights_of(components)["model"].items()}}
+    with torch.no_grad(), collective_forward(components.model):
+        before = components.model(words).cpu()
+        under_way = components.model(words)
+        put_weights(components, others)
         assert torch.equal(under_way.cpu(), before), "it took weights that came after it"
-        assert not parts.model(words).cpu().any()
+        assert not components.model(words).cpu().any()
 
 
 def test_weights_are_put_on_the_host_when_the_device_has_read_those_of_before(tmp_path: Path) -> None:

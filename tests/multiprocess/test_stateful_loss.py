@@ -144,7 +144,7 @@ def test_what_a_new_worker_is_given_has_the_loss(tmp_path: Path) -> None:
     giver, taker = (trainer(tmp_path / name, loss=CosineHead()) for name in ("giver", "taker"))
     giver.fit("3 steps")
     taker._provider.take_up(giver._provider.everything() | {"run": None})
-    for one, other in zip(giver.parts.trained.parameters(), taker.parts.trained.parameters(), strict=True):
+    for one, other in zip(giver.components.trained.parameters(), taker.components.trained.parameters(), strict=True):
         assert torch.equal(one, other)
 
 

@@ -61,7 +61,7 @@ class _Forward:
 
     def __init__(self, run: TrainedRun) -> None:
         self._step, self._loss, self._where = run.trainer.user_step, run.trainer.loss, run.trainer.called_in
-        self._has_counts, weighing = run.trainer.has_counts, run.trainer.parts.weighing
+        self._has_counts, weighing = run.trainer.has_counts, run.trainer.components.weighing
         self._rule = weighing.rule or weighing.classes
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -81,14 +81,19 @@ class Fit:
         weights that the `fit` before this one has left.
         """
         self.go_on_with, self.ended_with = go_on_with, ended_with
-        self.calls, self.provider, self.parts, self.world = calls, provider, provider.parts, provider.parts.world
+        self.calls, self.provider, self.components, self.world = (
+            calls,
+            provider,
+            provider.components,
+            provider.components.world,
+        )
         self.settings, self.directory, self.script = settings, directory, script
-        self.snapshot_schedule = SnapshotSchedule(self.parts, settings, directory, script)
+        self.snapshot_schedule = SnapshotSchedule(self.components, settings, directory, script)
         self.run_log = RunLog(self.snapshot_schedule, script, listeners, report)
         self.snapshot_schedule.store.meanwhile = partial(self.run_log.report, "busy")
         self.state = RunState()
         self.training = Training(
-            parts=self.parts,
+            components=self.components,
             settings=settings,
             state=self.state,
             snapshot_schedule=self.snapshot_schedule,
@@ -105,8 +110,8 @@ class Fit:
 
     def fit(self) -> Result:
         """Train until the run is as long as was asked, whichever workers go and come, and record how it ended."""
-        bad, layout = None, self.parts.strategy.layout()
-        may_survive = not why_not_survive(self.parts) and (layout is None or self.calls.trainers == 1)
+        bad, layout = None, self.components.strategy.layout()
+        may_survive = not why_not_survive(self.components) and (layout is None or self.calls.trainers == 1)
         survives = self.calls.begin(most=self.settings.virtual_workers or 0, survives=may_survive, layout=layout)
         try:
             with self.report_failures():
@@ -144,7 +149,7 @@ class Fit:
     def make_loop(self, *, survives: bool) -> None:
         """Make what trains and, where others continue without a lost worker, what takes this one through that."""
         training, run_log = self.training, self.run_log
-        balance = Balance(self.parts.cut_batches) if self.settings.balance == "speed" else None
+        balance = Balance(self.components.cut_batches) if self.settings.balance == "speed" else None
         pace = StragglerMonitor(self.world, run_log.remembered, run_log.emit, balance) if self.world.is_shared else None
         training.profiling = profiling_for(profile.asked(), self.world, self.directory.profile, run_log.say)
         training.survives = survives
@@ -182,8 +187,8 @@ class Fit:
         compare_calls(self.world, "fit")
         self.run_log.lay_down()
         self.provider.refresh()
-        if isinstance(source := self.parts.source, IndexedSource):
-            compare_length(self.world, source.order.length, len(cast(Sized, self.parts.data_identity.dataset)))
+        if isinstance(source := self.components.source, IndexedSource):
+            compare_length(self.world, source.order.length, len(cast(Sized, self.components.data_identity.dataset)))
         self._open_directory()  # no one looks into it before rank 0 has made it
         was_changed, schedule, training = self._was_changed(), self.snapshot_schedule, self.training
         found, loaded = schedule.begin()
@@ -205,22 +210,22 @@ class Fit:
                     "workers were lost while the model changed, and there is no snapshot to go back to"
                 )
         self.state.become(found)
-        self.parts.weighing.take_up(found.counts_by)
-        with self.parts.strategy.averaged(self.parts.trained):
-            compare_weights(self.parts, f"at the beginning, at step {found.step}")
-        own = self.parts.own_step
+        self.components.weighing.take_up(found.counts_by)
+        with self.components.strategy.averaged(self.components.trained):
+            compare_weights(self.components, f"at the beginning, at step {found.step}")
+        own = self.components.own_step
         compare_descriptions(
             self.world,
             {
                 "arguments of fit": {"duration": str(self.settings.duration)},
-                "optimizers": optimizer_described(self.parts.optimizer),
+                "optimizers": optimizer_described(self.components.optimizer),
                 "modules that the step uses and the run was not given": others_described(
                     own.others() if own and self.world.size > 1 else {}
                 ),
             },
         )
         validation = training.validation
-        if validation is not None and (names := validation.look(self.parts.model)):
+        if validation is not None and (names := validation.look(self.components.model)):
             schedule.check_watched(names)
         if validation is not None and (keeping := validation.stateful_metrics):
             self.world.notes.append(f"{', '.join(keeping)} {KEEPING}")
@@ -231,15 +236,17 @@ class Fit:
         if schedule.second is not None:
             schedule.second.catch_up()
         why_not = (
-            "" if self.recovery else why_not_survive(self.parts) or "no one can continue since a call before this one"
+            ""
+            if self.recovery
+            else why_not_survive(self.components) or "no one can continue since a call before this one"
         )
         announce(training, loaded, why_not_survive=why_not)
 
     def _was_changed(self) -> bool:
         """Whether somebody has changed the model since the last `fit`, as far as a worker that holds it all can say."""
-        before, self.ended_with, strategy = self.ended_with, "", self.parts.strategy
+        before, self.ended_with, strategy = self.ended_with, "", self.components.strategy
         holds_all = bool(before) and strategy.mesh.parts == 1
-        return holds_all and weights_sha256(self.parts.model, strategy.holding) != before
+        return holds_all and weights_sha256(self.components.model, strategy.holding) != before
 
     def _open_directory(self) -> None:
         """Lock the run directory, on each disk that has one, and make it. Where that cannot be, every worker raises.
@@ -338,12 +345,12 @@ class Fit:
             self.run_log.say(text, state.step)
         after_step.call_callbacks("end")
         self.snapshot_schedule.finish_copies(partial(self.run_log.report, "busy"))
-        self.parts.strategy.average(self.parts.trained)  # a run ends with one model
-        compare_weights(self.parts, f"at the end, at step {state.step}")
-        if (auditor := self.parts.auditor) is not None:
+        self.components.strategy.average(self.components.trained)  # a run ends with one model
+        compare_weights(self.components, f"at the end, at step {state.step}")
+        if (auditor := self.components.auditor) is not None:
             text = f"audit: of {auditor.compared} parts that were computed again every bit was equal"
             self.run_log.say(text, state.step)
-        if text := self.parts.strategy.about_time():
+        if text := self.components.strategy.about_time():
             self.run_log.say(text, state.step)
         status = "interrupted" if stop_signals.granted else "stopped early" if state.ended else "completed"
         weights = self.run_end.record(status, reason, is_failure=False)
@@ -356,7 +363,7 @@ class Fit:
                 "status": status,
                 "reason": reason,
                 "steps": state.step,
-                "epochs": self.parts.source.epochs(state.position),
+                "epochs": self.components.source.epochs(state.position),
                 "validation": dict(state.validation),
                 "best": state.best,
                 "best_step": state.best_step,

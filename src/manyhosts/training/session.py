@@ -51,7 +51,7 @@ from manyhosts.training.consistency.same_weights import compare_weights
 from manyhosts.training.fit import Fit
 from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.process_session import ProcessSession
-from manyhosts.training.setup.build import MakeSchedule, ModelOrMaker, Parts, attach_callbacks, build
+from manyhosts.training.setup.build import Components, MakeSchedule, ModelOrMaker, attach_callbacks, build
 from manyhosts.training.setup.run_place import RunPlace, unread_options
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.weights import Used, chosen, frozen, holding, load_initial
@@ -122,8 +122,8 @@ def _listed(given: Any) -> Any:
     return list(given) if isinstance(given, Iterator) else given
 
 
-def _rates_of(parts: Parts) -> list[float]:
-    return [float(group["lr"]) for group in parts.optimizer.param_groups]
+def _rates_of(components: Components) -> list[float]:
+    return [float(group["lr"]) for group in components.optimizer.param_groups]
 
 
 class Session:
@@ -196,10 +196,10 @@ class Session:
         self._at_end: weakref.finalize[..., Session] | None = None
         """What ends the last run's records: when another one begins, or this object is gone."""
 
-        def make() -> Parts:
+        def make() -> Components:
             compare_calls(self.world, f"mh.{type(self).__name__}(…)")
             self._place.compare(self.world)
-            parts = build(
+            components = build(
                 settings=self.settings,
                 world=self.world,
                 data=data,
@@ -214,21 +214,23 @@ class Session:
                 watcher=session.watcher,
             )
             if init is not None:
-                load_initial(parts, init)
-            attach_callbacks(parts)
-            return parts
+                load_initial(components, init)
+            attach_callbacks(components)
+            return components
 
         self._collective_calls = session.collective_calls(self.world)
         # The first trainers come before the first call, when no one has anything that could be lost.
-        self.parts: Parts = make() if not self._collective_calls.number else self._call("", make, has_outcome=False)
-        self.settings = self.parts.settings
-        self._provider = TrainerState(self.parts)
+        self.components: Components = (
+            make() if not self._collective_calls.number else self._call("", make, has_outcome=False)
+        )
+        self.settings = self.components.settings
+        self._provider = TrainerState(self.components)
         self._collective_calls.add(self._place.number, self._provider)
 
     @property
     def model(self) -> nn.Module:
         """The model, as the strategy has placed it."""
-        return self.parts.model
+        return self.components.model
 
     @property
     def number(self) -> int:
@@ -253,15 +255,15 @@ class Session:
             settings = dataclasses.replace(settings, duration=duration)
         if self._at_end is not None:
             self._at_end()
-        if self._rates and self._rates != _rates_of(self.parts):
+        if self._rates and self._rates != _rates_of(self.components):
             self.world.notes.append(
                 "the learning rate was changed after the last fit, and training continues with that of its snapshot: "
                 "change it in a callback, or give a schedule"
             )
         directory, listeners = self._place.directory(self.world), self.listeners
         validation = None if self.data.validation is None else self._evaluation("validation")
-        if self.parts.watcher is not None:
-            listeners = list(self.parts.watcher.fits(validation, listeners))
+        if self.components.watcher is not None:
+            listeners = list(self.components.watcher.fits(validation, listeners))
         self._run = Fit(
             calls=self._collective_calls,
             provider=self._provider,
@@ -279,7 +281,7 @@ class Session:
         self._ended_with, self._rates = "", []  # until it has ended
         with randomness.undisturbed():
             result = self._run.fit()
-        self._ended_with, self._rates = result.weights_sha256, _rates_of(self.parts)
+        self._ended_with, self._rates = result.weights_sha256, _rates_of(self.components)
         return result
 
     def _call(self, name: str, once: Callable[[], Any], *, weights: str = "best", has_outcome: bool = True) -> Any:
@@ -288,9 +290,9 @@ class Session:
         `name`, with `weights`: under which they see that they do the same; empty for what does so itself.
         """
         self._session.refuse_in_step("validate, test, predict or save")
-        world, calls, parts = self.world, self._collective_calls, getattr(self, "parts", None)
-        layout = None if parts is None else parts.strategy.layout()
-        if parts is None or (layout is None and parts.strategy.mesh.parts == 1):
+        world, calls, components = self.world, self._collective_calls, getattr(self, "components", None)
+        layout = None if components is None else components.strategy.layout()
+        if components is None or (layout is None and components.strategy.mesh.parts == 1):
             alike = calls.layout is None  # a worker that comes late knows how one model is cut, and of no other
         else:
             alike = layout is not None and calls.trainers == 1
@@ -329,7 +331,7 @@ class Session:
         return trained_module.summary(self.model, depth=depth)
 
     def _validate(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
-        with holding(weights, self.parts, self._run) as used:
+        with holding(weights, self.components, self._run) as used:
             values = self._evaluated(evaluation, f"the validation of {used}")
         self._say(f"validated: {used}")
         return values
@@ -395,8 +397,8 @@ class Session:
                 fix="start the same command again: all workers begin together then",
             )
         compare_data(self.world, {"prediction": dataset})
-        with holding(weights, self.parts, self._run) as used:
-            compare_weights(self.parts, "before the prediction")
+        with holding(weights, self.components, self._run) as used:
+            compare_weights(self.components, "before the prediction")
             predicted = prediction(self.model)
         self._say(f"predicted: {used}")
         return predicted
@@ -420,14 +422,16 @@ class Session:
         self._call("save", lambda: self._save(file, weights), weights=weights)
 
     def _save(self, file: Path, weights: Literal["best", "last"]) -> None:
-        holding, keep = self.parts.strategy.holding, self.world.is_rank_0
+        holding, keep = self.components.strategy.holding, self.world.is_rank_0
         best = chosen(weights, self._run)
         if best is None:
-            with self.parts.callbacks.evaluated(self.parts.trained):
+            with self.components.callbacks.evaluated(self.components.trained):
                 state = full_state(self.model.state_dict(), holding, keep=keep)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         else:
-            state = full_state(self.parts.frozen_base.tensors(), holding, keep=keep)  # the best may be kept without it
+            state = full_state(
+                self.components.frozen_base.tensors(), holding, keep=keep
+            )  # the best may be kept without it
         error: ConfigError | None = None
         if self.world.is_rank_0:
             try:
@@ -435,11 +439,11 @@ class Session:
             except ConfigError as found:
                 error = found
         gather_plain(self.world, None, error)
-        self._say(f"saved in {file}: {Used.of(self.parts, self._run, is_best=best is not None)}")
+        self._say(f"saved in {file}: {Used.of(self.components, self._run, is_best=best is not None)}")
 
     def _evaluated(self, evaluation: OfAllSets, which: str) -> dict[str, float]:
-        compare_weights(self.parts, f"before {which}")
-        weighing = self.parts.weighing
+        compare_weights(self.components, f"before {which}")
+        weighing = self.components.weighing
         if self._run is None and self.user_step is not None and not (self.has_counts or weighing.said or weighing.rule):
             text = "the loss is averaged over samples: no step of fit has shown whether it is a mean over labels, say"
             sys.stderr.write(f"manyhosts: {text}; weight= says it\n" * self.world.is_rank_0)
@@ -447,7 +451,7 @@ class Session:
 
     def _test(self, evaluation: OfAllSets, weights: Literal["best", "last"]) -> dict[str, float]:
         begin = time.perf_counter()
-        with holding(weights, self.parts, self._run) as used:
+        with holding(weights, self.components, self._run) as used:
             values = self._evaluated(evaluation, "the test of the best model" if used.is_best else "the test")
         if self._run is not None:
             self._emit(
@@ -479,7 +483,7 @@ class Session:
             loss=self.loss,
             step=self.user_step,
             metrics=self.metrics,
-            weighing=self.parts.weighing,
+            weighing=self.components.weighing,
             has_counts=self.has_counts,
         )
 
@@ -489,6 +493,6 @@ class Session:
             name,
             data=self.data,
             settings=self.settings,
-            strategy=self.parts.strategy,
+            strategy=self.components.strategy,
             on_progress=partial(self._report, "busy"),
         )

@@ -45,8 +45,8 @@ class TrainedRun:
     """A run whose script has come to `fit`, with the weights of one snapshot in its model."""
 
     trainer: Session
-    """As the script made it: `model` is placed and has the weights; `parts`, `loss`, `user_step`, `metrics` are ready;
-    `validate`, `test` and `predict` work."""
+    """As the script made it: `model` is placed and has the weights; `components`, `loss`, `user_step` and `metrics` are
+    ready; `validate`, `test` and `predict` work."""
     directory: RunDirectory
     record: RunRecord
     """What `run.json` holds."""
@@ -146,7 +146,7 @@ def open_run(
         trainer = reached[0]
         trainer.model.eval()
         loaded = _take(trainer, chosen) if weights else load(chosen)
-        trainer.parts.weighing.take_up(_counts_by(loaded, directory))
+        trainer.components.weighing.take_up(_counts_by(loaded, directory))
         yield TrainedRun(
             trainer=trainer,
             directory=directory,
@@ -203,17 +203,17 @@ def _take(trainer: Session, path: Path) -> Loaded:
         SnapshotError: one worker or more cannot read it; the model is as it was then, on all.
         RuntimeError: it went away meanwhile; the model is neither the one nor the other.
     """
-    parts, loaded, error = trainer.parts, None, None
+    components, loaded, error = trainer.components, None, None
     trainer.speaks = False  # its weights are those of a snapshot, of which the caller says which
     try:
-        loaded = load(path, parts.fits())
+        loaded = load(path, components.fits())
     except SnapshotError as found:
         error = found
-    if parts.world.any(error is not None) or loaded is None:
+    if components.world.any(error is not None) or loaded is None:
         raise error or SnapshotError("another worker cannot read it", where=str(path), fix="see what that one says")
     try:
-        put_one_by_one(parts, loaded.stored)
-        put_average(parts, loaded.stored, path)
+        put_one_by_one(components, loaded.stored)
+        put_average(components, loaded.stored, path)
     except (SnapshotError, OSError) as cause:
         raise RuntimeError(f"the snapshot changed while it was read: {cause}") from cause
     return loaded

@@ -21,16 +21,16 @@ def begin() -> None:
 class Rising(Watcher):
     """Of several groups of parameters each has the same rate, whatever the script's schedule says."""
 
-    parts: Any = None
+    components: Any = None
     step = 0
 
-    def begins(self, parts: Any, settings: Any, state: Any) -> None:
+    def begins(self, components: Any, settings: Any, state: Any) -> None:
         """Keep what has the optimizer."""
-        self.parts, self.step = parts, state.step
+        self.components, self.step = components, state.step
 
     def reads(self, step: Any) -> Any:
         """Set the rate of the step that comes."""
-        for group in self.parts.optimizer.param_groups:
+        for group in self.components.optimizer.param_groups:
             group["lr"] = rate_of(self.step)
         return step
 

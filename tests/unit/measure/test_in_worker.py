@@ -145,7 +145,7 @@ class Slow(nn.Module):
 
 
 def timed(trainer: Trainer) -> Passes:
-    return Passes(trainer.parts, Batches(trainer.parts, RunState()))
+    return Passes(trainer.components, Batches(trainer.components, RunState()))
 
 
 def test_buckets_are_ready_when_the_backward_pass_has_come_to_them() -> None:
@@ -162,18 +162,18 @@ def test_buckets_are_ready_when_the_backward_pass_has_come_to_them() -> None:
 def test_updating_changes_no_weight_and_counts_what_the_optimizer_keeps() -> None:
     trainer = trainer_of(clip_gradients=1.0)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    seconds, kept, passing = updating.measure(trainer.parts, timed(trainer), clip=1.0, samples=12, seconds=0.1)
+    seconds, kept, passing = updating.measure(trainer.components, timed(trainer), clip=1.0, samples=12, seconds=0.1)
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     parameters = list(trainer.model.parameters())
     assert kept == sum(2 * each.nbytes for each in parameters) + 4 * len(parameters), "two moments, and a count"
     assert passing >= max(each.nbytes for each in parameters), "the root of a moment, while it is divided by"
-    assert not trainer.parts.optimizer.state
-    assert trainer.parts.optimizer.param_groups[0]["lr"] == 0.1
+    assert not trainer.components.optimizer.state
+    assert trainer.components.optimizer.param_groups[0]["lr"] == 0.1
     assert seconds > 0
 
 
 def test_batches_have_as_many_samples_as_were_asked_for() -> None:
-    batches = Batches(trainer_of().parts, RunState())
+    batches = Batches(trainer_of().components, RunState())
     assert [len(batches.of(count)[0]) for count in (1, 5, 12)] == [1, 5, 12]
     assert not batches.can_be(13)
     assert batches.of(5) is batches.of(5)
@@ -185,7 +185,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def test_batches_of_a_stream_are_cut_from_its_first() -> None:
-    batches = Batches(trainer_of(Stream()).parts, RunState())
+    batches = Batches(trainer_of(Stream()).components, RunState())
     assert batches.most == 12
     assert torch.equal(batches.of(5)[0], batches.of(12)[0][:5])
 
@@ -211,7 +211,7 @@ class Paced(Dataset[tuple[Tensor, Tensor]]):
 
 def loader_facts(seconds: float, processes: int | str = 0, step_s: float = 1.0, **changes: bool) -> dict[str, Any]:
     data = mh.Data(train=Paced(seconds, **changes), batch_size=12, loader_workers=processes)  # type: ignore[arg-type]
-    return loading.measure(trainer_of(data=data).parts, RunState(), step_s=step_s, seconds=1.0)
+    return loading.measure(trainer_of(data=data).components, RunState(), step_s=step_s, seconds=1.0)
 
 
 def rate_of(seconds: float, processes: int | str = 0, step_s: float = 1.0) -> tuple[float, int]:
@@ -298,7 +298,7 @@ def test_what_a_compression_sends_on_four_workers_follows_from_two_and_eight(nam
 )
 def test_how_often_is_validated_is_said_in_steps(validate_every: str, steps: int | None) -> None:
     trainer = trainer_of(validate_every=validate_every)
-    assert measurer.validate_every(trainer.settings, trainer.parts, 0.5) == steps
+    assert measurer.validate_every(trainer.settings, trainer.components, 0.5) == steps
 
 
 def test_step_of_one_worker_is_timed_when_memory_has_been_got() -> None:

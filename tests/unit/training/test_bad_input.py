@@ -485,9 +485,9 @@ def test_unknown_setting_is_an_error_with_the_nearest(tmp_path: Path, monkeypatc
 def test_settings_are_overridden_by_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MANYHOSTS_SET", '{"batch_size": "4", "lr": "0.5", "duration": "3 steps"}')
     made = trainer(tmp_path)
-    assert made.parts.optimizer.param_groups[0]["lr"] == 0.5
+    assert made.components.optimizer.param_groups[0]["lr"] == 0.5
     assert made.fit("9 steps").steps == 3
-    assert made.parts.batch == 4
+    assert made.components.batch == 4
 
 
 def test_loss_that_is_no_number_stops_with_step_samples_and_snapshot(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_frozen_parameters_stay_and_patterns_choose_rates(tmp_path: Path, weight
     found = made.model.state_dict()
     assert equal(found, weights, [name for name in weights if name.startswith("body")])
     assert not torch.equal(found["head.weight"], weights["head.weight"])
-    assert [len(group["params"]) for group in made.parts.optimizer.param_groups] == [2, 2]
+    assert [len(group["params"]) for group in made.components.optimizer.param_groups] == [2, 2]
 
 
 def test_patterns_that_fit_nothing_are_refused(tmp_path: Path, weights: dict[str, Tensor]) -> None:

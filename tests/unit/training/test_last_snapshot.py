@@ -55,7 +55,7 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
     run = trainer._run
     snapshot_schedule, run_log = run.snapshot_schedule, run.run_log
     training = Training(
-        parts=run.parts,
+        components=run.components,
         settings=run.settings,
         state=run.state,
         snapshot_schedule=snapshot_schedule,
@@ -63,7 +63,7 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
         survives=True,
     )
     loop = Loop(training)
-    steps = run.parts.source.steps(run.state.position, run.state.stream)
+    steps = run.components.source.steps(run.state.position, run.state.stream)
     for _ in range(2):
         loop.stepper.train_step(steps)
         loop.step_reporter.read()
@@ -94,17 +94,17 @@ def test_best_model_is_written_before_the_snapshot_that_names_it(tmp_path: Path)
     assert saved(last) == ["step-00000001", "step-00000003"]
     best = load(tmp_path / "best")
     assert best.facts.step == 3
-    for name, value in last.snapshot_schedule.parts.model.state_dict().items():
+    for name, value in last.snapshot_schedule.components.model.state_dict().items():
         assert torch.equal(best.state["model"][name], value)
     assert "validation_due" in load(tmp_path / "snapshots" / "step-00000003").state["run"]
 
 
 def test_parameters_that_were_unfrozen_are_in_it(tmp_path: Path) -> None:
     last, _ = stands(tmp_path)
-    parts = last.snapshot_schedule.parts
-    parts.strategy = DataParallel(mh.DDP(), parts.world)
-    parts.strategy.place(parts.model)
-    parts.strategy.model_watch.thawed = ["weight"]
+    components = last.snapshot_schedule.components
+    components.strategy = DataParallel(mh.DDP(), components.world)
+    components.strategy.place(components.model)
+    components.strategy.model_watch.thawed = ["weight"]
     last.make()
     owns = load(tmp_path / "snapshots" / "step-00000003").owns.under("strategy")
     assert owns[0] == {"unfrozen": ["weight"]}
@@ -126,16 +126,16 @@ def be_beside_the_one_that_records(last: LastSnapshot) -> None:
 
 
 def audit(last: LastSnapshot) -> None:
-    parts = last.snapshot_schedule.parts
-    parts.world.is_joining = True  # else one worker is refused: nobody could compute its parts again
-    parts.auditor = Auditor(0.5, 0, parts.world, tensor_checksums)
-    parts.world.is_joining = False
+    components = last.snapshot_schedule.components
+    components.world.is_joining = True  # else one worker is refused: nobody could compute its parts again
+    components.auditor = Auditor(0.5, 0, components.world, tensor_checksums)
+    components.world.is_joining = False
 
 
 def compress(last: LastSnapshot) -> None:
-    parts = last.snapshot_schedule.parts
-    parts.strategy = DataParallel(mh.DDP(compression="topk"), parts.world)
-    parts.strategy.place(parts.model)
+    components = last.snapshot_schedule.components
+    components.strategy = DataParallel(mh.DDP(compression="topk"), components.world)
+    components.strategy.place(components.model)
 
 
 @pytest.mark.parametrize(

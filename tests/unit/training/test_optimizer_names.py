@@ -186,7 +186,7 @@ def counted(rank: int, folder: Path, kind: Any, *durations: str) -> tuple[str, l
     for each in durations:
         made, step = kind(folder)
         weights = made.fit(*step, each).weights_sha256
-    states = [each.state for each in each_of(made.parts.optimizer).values()]
+    states = [each.state for each in each_of(made.components.optimizer).values()]
     return weights, [(state["count"], state["mean"].tolist()) for state in states]
 
 

@@ -398,7 +398,7 @@ def test_rate_that_was_changed_between_two_fits_is_said_to_be_that_of_the_snapsh
     made = trainer(run_dir=tmp_path)
     made.fit("1 epoch")
     made.fit("2 epochs")
-    made.parts.optimizer.param_groups[0]["lr"] = 1e-4
+    made.components.optimizer.param_groups[0]["lr"] = 1e-4
     made.fit("3 epochs")
     assert sum("the learning rate was changed" in each["text"] for each in events(tmp_path, "note")) == 1
 
@@ -570,7 +570,7 @@ def test_what_an_optimizer_counts_in_its_groups_stays_where_an_option_changes(tm
     trainer(optimizer=lambda params: Keeps(params, lr=0.05), run_dir=tmp_path).fit("4 steps")
     made = trainer(optimizer=lambda params: Keeps(params, lr=0.01), run_dir=tmp_path)
     made.fit("6 steps")
-    [group] = made.parts.optimizer.param_groups
+    [group] = made.components.optimizer.param_groups
     assert (group["k"], group["lr"]) == (6, 0.01)
 
 

@@ -81,7 +81,7 @@ def test_plateau_schedule_judges_validations(tmp_path: Path) -> None:
         schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=100.0),
     )
     made.fit("3 epochs")
-    assert made.parts.optimizer.param_groups[0]["lr"] < 0.1
+    assert made.components.optimizer.param_groups[0]["lr"] < 0.1
 
 
 def test_warm_up_rises_to_the_full_rate_under_a_schedule(tmp_path: Path) -> None:

@@ -10,23 +10,23 @@ from torch import Tensor
 from manyhosts.data import randomness
 from manyhosts.data.fetch import Fetcher
 from manyhosts.data.steps import mapped
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 
 
 class Batches:
     """Of one training set, on the worker's device. A stream gives the samples of its first piece, and no more."""
 
-    def __init__(self, parts: Parts, state: RunState) -> None:
-        self._device = parts.world.device
-        self._fetcher: Fetcher | None = getattr(getattr(parts.source, "loader", None), "fetcher", None)
+    def __init__(self, components: Components, state: RunState) -> None:
+        self._device = components.world.device
+        self._fetcher: Fetcher | None = getattr(getattr(components.source, "loader", None), "fetcher", None)
         self._epoch = state.position.epoch
         self._known: dict[int, Any] = {}
         if self._fetcher is not None:
-            self._indices = parts.source.order.at(state.position)  # type: ignore[attr-defined]  # one with an index
+            self._indices = components.source.order.at(state.position)  # type: ignore[attr-defined]  # one with an index
             self.most = len(self._indices)
         else:
-            steps = parts.source.steps(state.position, state.stream)
+            steps = components.source.steps(state.position, state.stream)
             first = next(steps).fetched(1)[0]
             self._first, self.most = first.batch, len(first.plan.indices)
 

@@ -24,16 +24,20 @@ _WORKERS = 2
 
 def measure(timed: Passes, samples: int) -> dict[str, Any]:
     """`blocks` and `cut_layers` of `Measured`, by a batch of so many samples; empty and None where there are none."""
-    parts, batch = timed.parts, timed.batches.of(samples)
-    if parts.compute.step is not None or parts.world.device.type != "cpu" or parts.settings.virtual_workers is not None:
+    components, batch = timed.components, timed.batches.of(samples)
+    if (
+        components.compute.step is not None
+        or components.world.device.type != "cpu"
+        or components.settings.virtual_workers is not None
+    ):
         return {}
-    model = model_of(parts.trained)
+    model = model_of(components.trained)
     piece = Piece(bring=lambda: batch, samples=samples, weight=1.0, address=(0, 0, 0))
     found: dict[str, Any] = {}
     for name, measured in (("blocks", _blocks), ("cut_layers", _layers)):
         # The model's own code, called as nowhere before: a run with that strategy says what is wrong.
         with suppress(Exception):
-            found[name] = measured(model, parts.compute.inputs_of(piece)[0], parts.compute.context, samples)
+            found[name] = measured(model, components.compute.inputs_of(piece)[0], components.compute.context, samples)
     return found
 
 

@@ -38,24 +38,26 @@ def measure(timed: Passes, *, samples: int, update_s: float, seconds: float) -> 
     Raises:
         ConfigError: this model cannot be kept in parts.
     """
-    parts, batch = timed.parts, timed.batches.of(samples)
+    components, batch = timed.components, timed.batches.of(samples)
     piece = Piece(bring=lambda: batch, samples=samples, weight=1.0, address=(0, 0, 0))
 
     def passes(strategy: Strategy) -> Callable[[], object]:
-        return lambda: strategy.forward_backward(parts.trained, [piece], parts.compute, parts.precision.scale, [])
+        return lambda: strategy.forward_backward(
+            components.trained, [piece], components.compute, components.precision.scale, []
+        )
 
-    asked, each = parts.settings.strategy, seconds / 3
+    asked, each = components.settings.strategy, seconds / 3
     config = replace(cutting(asked)[-1], shard=None)
-    [uncut] = _medians([passes(parts.strategy)], each)
-    before = dict(parts.trained.named_parameters())
+    [uncut] = _medians([passes(components.strategy)], each)
+    before = dict(components.trained.named_parameters())
     for parameter in before.values():
         parameter.grad = None
-    with mirrored(parts.world, _WORKERS) as world:
+    with mirrored(components.world, _WORKERS) as world:
         cut = FullySharded(config, world)
-        cut.place(parts.trained)
-        _exchange_parameters(parts.optimizer, before, dict(parts.trained.named_parameters()))
+        cut.place(components.trained)
+        _exchange_parameters(components.optimizer, before, dict(components.trained.named_parameters()))
         # As steps follow each other: after an update the passes find other things in the processor's caches.
-        step = [passes(cut), lambda: cut.update(parts.trained, parts.precision.stepper(parts.optimizer))]
+        step = [passes(cut), lambda: cut.update(components.trained, components.precision.stepper(components.optimizer))]
         gathered_twice, _ = _medians(step, each)
         for root in cut.roots:
             root.set_reshard_after_forward(False)  # as with zero=2

@@ -15,7 +15,7 @@ from typing import Any
 from manyhosts.data.measured import MEASURED, Timed, chosen_for
 from manyhosts.data.steps import Loader, Step
 from manyhosts.measure.in_worker import machine
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 
 _FEWEST, _MOST = 2, 200
@@ -23,15 +23,15 @@ _PATIENCE = 3
 """Times the seconds that were asked for: batches that take very long are waited for, but not for ever."""
 
 
-def measure(parts: Parts, state: RunState, *, step_s: float, seconds: float) -> dict[str, Any]:
+def measure(components: Components, state: RunState, *, step_s: float, seconds: float) -> dict[str, Any]:
     """The facts of `Measured` that are about the loader. `step_s`: what the rest of a step takes.
 
     Where the number of processes is left to the run, it is chosen as the run would choose it.
     """
-    loader = getattr(parts.source, "loader", None)
+    loader = getattr(components.source, "loader", None)
     if isinstance(loader, Loader) and loader.processes == "auto":
         timed = Timed(
-            loader.fetcher(state.position.epoch, parts.source.order.at(state.position))  # type: ignore[attr-defined]
+            loader.fetcher(state.position.epoch, components.source.order.at(state.position))  # type: ignore[attr-defined]
             for _ in range(MEASURED)
         )
         for _ in timed:
@@ -40,7 +40,7 @@ def measure(parts: Parts, state: RunState, *, step_s: float, seconds: float) -> 
         loader.measured = True
     processes = loader.processes if isinstance(loader, Loader) else 0
     assert processes != "auto", "it has just been chosen"
-    steps = parts.source.steps(state.position, state.stream)
+    steps = components.source.steps(state.position, state.stream)
     begun = time.perf_counter()
     # What processes have fetched before the clock begins is no measure of how fast they fetch.
     for step in itertools.islice(steps, 2 * processes + 1):

@@ -41,7 +41,7 @@ from manyhosts.measure.request import Request
 from manyhosts.planner.measured import InParts, Measured
 from manyhosts.strategies.strategy import StepOutcome
 from manyhosts.strategies.units import tail_bytes, unit_bytes
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.telemetry.watching import Watcher
 from manyhosts.units import Duration
@@ -83,10 +83,10 @@ class Measurer(Watcher):
         self.validation = validation
         return ()
 
-    def begins(self, parts: Parts, settings: Settings, state: RunState) -> None:
+    def begins(self, components: Components, settings: Settings, state: RunState) -> None:
         """Measure. A few steps of the loop follow."""
         self.guard.come()
-        if parts.own_step is not None:
+        if components.own_step is not None:
             raise ConfigError(
                 "a step of mh.Run is the script's own code, whose passes and updates no one can time one by one",
                 where="run.fit",
@@ -94,16 +94,16 @@ class Measurer(Watcher):
             )
         settings.strategy.check_planned(settings.mesh)
         if self.request.together:
-            self.together = several_workers.measure(parts, settings, state, self.request.seconds)
-            if not getattr(getattr(parts.source, "loader", None), "processes", 0) or not self.together["steps"]:
-                several_workers.report(parts.world, self.together)
+            self.together = several_workers.measure(components, settings, state, self.request.seconds)
+            if not getattr(getattr(components.source, "loader", None), "processes", 0) or not self.together["steps"]:
+                several_workers.report(components.world, self.together)
                 leave()
-            self.full_steps = several_workers.FullSteps(parts.world)
+            self.full_steps = several_workers.FullSteps(components.world)
             return
-        self.timed = Passes(parts, Batches(parts, state))
-        self._measure(self.timed, parts, settings, state)
+        self.timed = Passes(components, Batches(components, state))
+        self._measure(self.timed, components, settings, state)
         self.timed.batches.forget()
-        self.found["process_bytes"] = self._process_bytes(parts)
+        self.found["process_bytes"] = self._process_bytes(components)
         lines.send("measures", what="a few steps")
         self.until = time.perf_counter() + _STEPS_S * self.request.seconds
 
@@ -134,12 +134,12 @@ class Measurer(Watcher):
         lines.send("measured", measured=measured.to_json(), strategy=self.strategy, devices=self.devices)
         leave()
 
-    def _process_bytes(self, parts: Parts) -> int:
+    def _process_bytes(self, components: Components) -> int:
         """Of this process and its loaders, without the tensors that a plan counts by themselves.
 
         0 of a worker of a GPU: what its process has lies elsewhere.
         """
-        for parameter in parts.trained.parameters():
+        for parameter in components.trained.parameters():
             parameter.grad = None
         host_memory.give_back()
         own = machine.process_bytes([os.getpid()])
@@ -164,43 +164,47 @@ class Measurer(Watcher):
             self.found["unit_bytes"] = ()
             return None
 
-    def _measure(self, timed: Passes, parts: Parts, settings: Settings, state: RunState) -> None:
+    def _measure(self, timed: Passes, components: Components, settings: Settings, state: RunState) -> None:
         """Everything but what a step takes besides its parts."""
-        asked = [size for size in self._sizes(timed.batches, parts, settings) if timed.batches.can_be(size)]
+        asked = [size for size in self._sizes(timed.batches, components, settings) if timed.batches.can_be(size)]
         lines.send("measures", what="forward and backward passes")
         begun, busy = time.perf_counter(), time.process_time()
         compute = passes.measure(timed, asked, self._seconds("passes"))
         pass_cores = (time.process_time() - busy) / (time.perf_counter() - begun)
         largest = compute[-1]
-        self.found = {"compute": compute, "pass_cores": pass_cores, **_counted(parts, settings)}
+        self.found = {"compute": compute, "pass_cores": pass_cores, **_counted(components, settings)}
         self.found |= cutting.measure(timed, largest.samples)
         self.strategy = plain_strategy(settings.strategy.planned(settings.mesh))
-        self.devices = machine.devices(parts.world.device)
-        self._measure_gradients(timed, parts, settings, largest.samples)
+        self.devices = machine.devices(components.world.device)
+        self._measure_gradients(timed, components, settings, largest.samples)
         lines.send("measures", what="the loader")
         step_s = largest.forward_s + largest.backward_s + self.found["update_s"]
-        self.found |= loading.measure(parts, state, step_s=step_s, seconds=self._seconds("loader"))
-        self.found["validate_every_steps"] = validate_every(settings, parts, step_s * parts.batch / largest.samples)
+        self.found |= loading.measure(components, state, step_s=step_s, seconds=self._seconds("loader"))
+        self.found["validate_every_steps"] = validate_every(
+            settings, components, step_s * components.batch / largest.samples
+        )
         if self.validation is not None:
             lines.send("measures", what="the validation")
-            per_sample = validating.measure(self.validation.first, parts.model, seconds=self._seconds("validation"))
+            per_sample = validating.measure(
+                self.validation.first, components.model, seconds=self._seconds("validation")
+            )
             self.found |= {
                 "validation_samples": self.validation.samples,
                 "validation_parts": self.validation.first.passes.parts,
                 "validation_s_per_sample": per_sample,
             }
 
-    def _measure_gradients(self, timed: Passes, parts: Parts, settings: Settings, samples: int) -> None:
+    def _measure_gradients(self, timed: Passes, components: Components, settings: Settings, samples: int) -> None:
         """What is done with a gradient: the update, the buckets that it leaves in, and ways to send less of it."""
         lines.send("measures", what="the update and the buckets of gradients")
         update_s, kept, passing = updating.measure(
-            parts,
+            components,
             timed,
             clip=settings.clip_gradients,
             samples=self.found["compute"][0].samples,
             seconds=self._seconds("update"),
         )
-        trained = [parameter for parameter in parts.trained.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in components.trained.parameters() if parameter.requires_grad]
         ddp = own_or(DDP(), settings.strategy)
         bucket_bytes = int(ddp.bucket_mb * 1e6)
         seconds = self._seconds("readiness")
@@ -220,10 +224,10 @@ class Measurer(Watcher):
     def _seconds(self, name: str) -> float:
         return _SHARES[name] * self.request.seconds
 
-    def _sizes(self, batches: Batches, parts: Parts, settings: Settings) -> list[int]:
+    def _sizes(self, batches: Batches, components: Components, settings: Settings) -> list[int]:
         grows = settings.batch_size is None
         return passes.sizes(
-            min(parts.batch, batches.most),
+            min(components.batch, batches.most),
             settings.micro_batch_size,
             (1,) if grows else self.request.workers,
             settings.virtual_workers,
@@ -236,14 +240,14 @@ def plain_strategy(strategy: Strategy) -> Mapping[str, Any]:
     return {"name": strategy.name, **plain}
 
 
-def validate_every(settings: Settings, parts: Parts, step_s: float) -> int | None:
+def validate_every(settings: Settings, components: Components, step_s: float) -> int | None:
     """Steps from one validation to the next; None for an epoch."""
     every = Duration.parse(settings.validate_every, where="validate_every")
     steps = [] if every.steps is None else [every.steps]
     if every.seconds is not None:
         steps.append(max(1, round(every.seconds / max(step_s, 1e-9))))
-    if every.epochs not in (None, 1.0) and parts.source.steps_per_epoch is not None:
-        steps.append(max(1, round(every.epochs * parts.source.steps_per_epoch)))
+    if every.epochs not in (None, 1.0) and components.source.steps_per_epoch is not None:
+        steps.append(max(1, round(every.epochs * components.source.steps_per_epoch)))
     return min(steps) if steps else None
 
 
@@ -264,32 +268,32 @@ def full_step(marks: Sequence[dict[str, float]]) -> float:
     return statistics.median(steps) if len(steps) >= _FEWEST_STEPS else 0.0
 
 
-def _counted(parts: Parts, settings: Settings) -> dict[str, Any]:
+def _counted(components: Components, settings: Settings) -> dict[str, Any]:
     """What is known at once: all but one number of it is counted, not timed."""
-    norms = [module for module in parts.trained.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in components.trained.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     shared = settings.batch_norm == "global" and settings.virtual_workers is None
-    steps = parts.source.steps_per_epoch
-    dataset = getattr(getattr(parts.source, "order", None), "used", None)
-    total, strategy = _bytes(parts.trained.parameters()), settings.strategy
-    units = unit_bytes(parts.model, strategy.patterns, total=total)
+    steps = components.source.steps_per_epoch
+    dataset = getattr(getattr(components.source, "order", None), "used", None)
+    total, strategy = _bytes(components.trained.parameters()), settings.strategy
+    units = unit_bytes(components.model, strategy.patterns, total=total)
     return {
         "parameter_bytes": total,
         "unit_bytes": units,
-        "copy_s_per_byte": machine.copy_s_per_byte(parts.world.device, max(units), total) if units else 0.0,
-        "buffer_bytes": _bytes(parts.trained.buffers()),
-        "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * parts.batch,
-        "global_batch": parts.batch,
+        "copy_s_per_byte": machine.copy_s_per_byte(components.world.device, max(units), total) if units else 0.0,
+        "buffer_bytes": _bytes(components.trained.buffers()),
+        "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * components.batch,
+        "global_batch": components.batch,
         "batch_grows": settings.batch_size is None,
         "micro_batch": settings.micro_batch_size,
         "virtual_workers": settings.virtual_workers,
         "batch_norm_layers": len(norms) if shared else 0,
         "batch_norm_bytes": sum(_exchanged(norm) for norm in norms) if shared else 0,
-        "device": parts.world.device.type,
+        "device": components.world.device.type,
         "cores": host_state.cores(),
         "threads": machine.threads(),
         "load": machine.load(),
-        "device_memory_bytes": machine.memory_bytes(parts.world.device),
-        "tail_bytes": tail_bytes(parts.model, strategy.patterns),
+        "device_memory_bytes": machine.memory_bytes(components.world.device),
+        "tail_bytes": tail_bytes(components.model, strategy.patterns),
     }
 
 

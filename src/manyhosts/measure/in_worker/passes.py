@@ -18,7 +18,7 @@ from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.model.sizing import HeldBytes, gradients_let_go
 from manyhosts.planner.measured import Compute
 from manyhosts.strategies.strategy import Piece
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 25
 _BLOCK_S = 0.2
@@ -31,18 +31,18 @@ _LARGEST_SHARE = 0.3
 class Passes:
     """Computes as a step does, with no other worker and no update."""
 
-    def __init__(self, parts: Parts, batches: Batches) -> None:
-        self.parts, self.batches, self.device = parts, batches, parts.world.device
+    def __init__(self, components: Components, batches: Batches) -> None:
+        self.components, self.batches, self.device = components, batches, components.world.device
 
     def loss(self, samples: int) -> Tensor:
         """Of one forward pass, as it is given to the backward pass."""
         batch = self.batches.of(samples)
         piece = Piece(bring=lambda: batch, samples=samples, weight=1.0, address=(0, 0, 0))
-        return self.parts.precision.scale(self.parts.compute(self.parts.trained, piece)["loss"])
+        return self.components.precision.scale(self.components.compute(self.components.trained, piece)["loss"])
 
     def once(self, samples: int) -> tuple[float, float]:
         """Seconds of a forward pass and of a backward pass."""
-        for parameter in self.parts.trained.parameters():
+        for parameter in self.components.trained.parameters():
             parameter.grad = None
         with acting(OwnBatch()):
             begin = self._now()
@@ -55,7 +55,7 @@ class Passes:
     def saved(self, samples: int) -> tuple[int, int]:
         """Bytes of activations, and those that the backward pass holds at most in addition to them."""
         with acting(OwnBatch()):
-            return of_pass(lambda: self.loss(samples), self.parts.trained)
+            return of_pass(lambda: self.loss(samples), self.components.trained)
 
     def _now(self) -> float:
         device.wait_for(self.device)

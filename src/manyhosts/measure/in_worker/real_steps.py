@@ -35,11 +35,11 @@ def measure(
     All workers call this. A way is left out whose steps `seconds` are too few for, by what `network` carries, and all
     are where gradients are not summed in each step, or on a device that the host does not wait for.
     """
-    parts, strategy = passes.parts, passes.parts.strategy
-    world = parts.world
+    components, strategy = passes.components, passes.components.strategy
+    world = components.world
     if not isinstance(strategy, DataParallel) or world.device.type != "cpu" or settings.virtual_workers is not None:
         return {}
-    sent = volume.all_reduce_bytes(sum(each.nbytes for each in parts.trained.parameters()), world.size)
+    sent = volume.all_reduce_bytes(sum(each.nbytes for each in components.trained.parameters()), world.size)
     shares = {"none": network.seconds(sent), "bf16": network.seconds(sent / 2)}
     own = strategy.config.compression
     own = own if isinstance(own, str) and own != "auto" else "none"
@@ -47,7 +47,7 @@ def measure(
     step, until = step_of(passes, settings, samples), time.perf_counter() + seconds
     strategy.revocable = True  # as in a run, whose workers survive each other
     strategy.steps = max(strategy.steps, strategy.config.compression_warmup)  # steps before that send all as it is
-    for group in parts.optimizer.param_groups:
+    for group in components.optimizer.param_groups:
         group["lr"] = group["lr"] * 0.0
     found = {}
     for number, name in enumerate(names):
@@ -66,20 +66,22 @@ def measure(
 
 def step_of(passes: Passes, settings: Settings, samples: int) -> Callable[[], None]:
     """What takes a step, as the loop does: passes over as many samples as a worker has, sums, clipping, the update."""
-    parts, batch = passes.parts, passes.batches.of(samples)
-    share = parts.batch if settings.batch_size is None else -(-parts.batch // parts.world.size)
+    components, batch = passes.components, passes.batches.of(samples)
+    share = components.batch if settings.batch_size is None else -(-components.batch // components.world.size)
     count = max(1, round(share / samples))
-    piece = Piece(bring=lambda: batch, samples=samples, weight=1 / (count * parts.world.size), address=(0, 0, 0))
+    piece = Piece(bring=lambda: batch, samples=samples, weight=1 / (count * components.world.size), address=(0, 0, 0))
 
     def step() -> None:
-        if isinstance(parts.batch_norm, GlobalBatch):
-            parts.batch_norm.begin_step(count * samples * parts.world.size)
-        with acting(parts.batch_norm):
-            parts.strategy.forward_backward(parts.trained, [piece] * count, parts.compute, parts.precision.scale, [0.0])
+        if isinstance(components.batch_norm, GlobalBatch):
+            components.batch_norm.begin_step(count * samples * components.world.size)
+        with acting(components.batch_norm):
+            components.strategy.forward_backward(
+                components.trained, [piece] * count, components.compute, components.precision.scale, [0.0]
+            )
         if settings.clip_gradients is not None:
-            parts.precision.unscale(parts.optimizer)
-            parts.strategy.clip_gradients(parts.trained, settings.clip_gradients)
-        parts.strategy.update(parts.trained, parts.precision.stepper(parts.optimizer))
+            components.precision.unscale(components.optimizer)
+            components.strategy.clip_gradients(components.trained, settings.clip_gradients)
+        components.strategy.update(components.trained, components.precision.stepper(components.optimizer))
 
     return step
 

@@ -24,7 +24,7 @@ from manyhosts.measure import lines
 from manyhosts.measure.in_worker import machine, real_steps
 from manyhosts.measure.in_worker.batches import Batches
 from manyhosts.measure.in_worker.passes import Passes, spread
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 
 _FEWEST = 3
@@ -43,16 +43,16 @@ _LARGE_SUMS, _LARGE_COUNT = 3, 1 << 18
 a worker that has no part of a sum is sent no message."""
 
 
-def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -> dict[str, Any]:
+def measure(components: Components, settings: Settings, state: RunState, seconds: float) -> dict[str, Any]:
     """Compute at the same time as the others, then talk to them, then do both. Returns what rank 0 reports."""
-    world = parts.world
-    batches = Batches(parts, state)
+    world = components.world
+    batches = Batches(components, state)
     grows = settings.batch_size is None
-    share = batches.most if grows else -(-parts.batch // (settings.virtual_workers or world.size))
+    share = batches.most if grows else -(-components.batch // (settings.virtual_workers or world.size))
     samples = min(share, settings.micro_batch_size or share, batches.most)
     if not batches.can_be(samples):
         samples = batches.most
-    passes = Passes(parts, batches)
+    passes = Passes(components, batches)
     if world.is_rank_0:
         lines.send("measures", what=f"{world.size} workers at once")
     begin = time.perf_counter()
@@ -63,7 +63,7 @@ def measure(parts: Parts, settings: Settings, state: RunState, seconds: float) -
     while len(times) < _FEWEST or time.perf_counter() < until:
         times.append(sum(passes.once(samples)))
     network = probe(world, seconds=_PROBE_S * seconds)
-    payload = sum(each.nbytes for each in parts.trained.parameters()) // 2
+    payload = sum(each.nbytes for each in components.trained.parameters()) // 2
     owners = owners_bandwidth(world, payload, seconds=_PROBE_S * seconds)
     pass_s = world.agree(statistics.median(times))
     own = json.dumps([statistics.median(times), spread(times), machine.name(), *processor_seconds(world)])

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from manyhosts import device
 from manyhosts.measure.in_worker.passes import Passes
 from manyhosts.model.sizing import HeldBytes
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 
 _FEWEST, _MOST = 3, 20
 
 
 def measure(
-    parts: Parts, passes: Passes, *, clip: float | None, samples: int, seconds: float
+    components: Components, passes: Passes, *, clip: float | None, samples: int, seconds: float
 ) -> tuple[float, int, int]:
     """Seconds of clipping and of the optimizer's step, the bytes that it keeps then, and those that it takes meanwhile.
 
@@ -27,64 +27,64 @@ def measure(
     them is forgotten.
     """
     passes.once(samples)
-    rates = [group["lr"] for group in parts.optimizer.param_groups]
-    for group, rate in zip(parts.optimizer.param_groups, rates, strict=True):
+    rates = [group["lr"] for group in components.optimizer.param_groups]
+    for group, rate in zip(components.optimizer.param_groups, rates, strict=True):
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    _update(parts, clip)  # makes what the optimizer keeps
+    _update(components, clip)  # makes what the optimizer keeps
     times: list[float] = []
     until = time.perf_counter() + seconds
     while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter() < until):
-        device.wait_for(parts.world.device)
+        device.wait_for(components.world.device)
         begin = time.perf_counter()
-        _update(parts, clip)
-        device.wait_for(parts.world.device)
+        _update(components, clip)
+        device.wait_for(components.world.device)
         times.append(time.perf_counter() - begin)
-    passing = _passing_bytes(parts, clip)
-    kept = _kept_bytes(parts)
-    for group, rate in zip(parts.optimizer.param_groups, rates, strict=True):
+    passing = _passing_bytes(components, clip)
+    kept = _kept_bytes(components)
+    for group, rate in zip(components.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    parts.optimizer.state.clear()
+    components.optimizer.state.clear()
     return statistics.median(times), kept, passing
 
 
-def _update(parts: Parts, clip: float | None) -> None:
+def _update(components: Components, clip: float | None) -> None:
     if clip is not None:
-        parts.precision.unscale(parts.optimizer)
-        parts.strategy.clip_gradients(parts.trained, clip)
-    parts.precision.stepper(parts.optimizer).step()
+        components.precision.unscale(components.optimizer)
+        components.strategy.clip_gradients(components.trained, clip)
+    components.precision.stepper(components.optimizer).step()
 
 
-def _passing_bytes(parts: Parts, clip: float | None) -> int:
+def _passing_bytes(components: Components, clip: float | None) -> int:
     """What one more update holds at most in addition to all that is there before."""
-    where = parts.world.device
+    where = components.world.device
     if not device.is_asynchronous(where):
         watched = HeldBytes()
         with watched:
-            watched.leave_out(_tensors(parts))
-            _update(parts, clip)
+            watched.leave_out(_tensors(components))
+            _update(components, clip)
         return watched.most
     memory = device.module(where)
     device.wait_for(where)
     memory.reset_peak_memory_stats(where)
     before = memory.memory_allocated(where)
-    _update(parts, clip)
+    _update(components, clip)
     device.wait_for(where)
     return max(0, memory.max_memory_allocated(where) - before)
 
 
-def _tensors(parts: Parts) -> Iterator[Tensor]:
+def _tensors(components: Components) -> Iterator[Tensor]:
     """All that is there between two steps."""
-    for each in parts.trained.parameters():
+    for each in components.trained.parameters():
         yield each
         if each.grad is not None:
             yield each.grad
-    yield from (each for each in tree_leaves([*parts.optimizer.state.values()]) if isinstance(each, Tensor))
+    yield from (each for each in tree_leaves([*components.optimizer.state.values()]) if isinstance(each, Tensor))
 
 
-def _kept_bytes(parts: Parts) -> int:
+def _kept_bytes(components: Components) -> int:
     """What the optimizer keeps of its parameters: each piece of memory once."""
     kept: dict[int, int] = {}
-    for values in parts.optimizer.state.values():
+    for values in components.optimizer.state.values():
         for value in values.values() if isinstance(values, dict) else ():
             if isinstance(value, Tensor):
                 kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()

@@ -32,9 +32,9 @@ def fetcher_of(source: Any) -> Any:
 class Experiments:
     """Made before any sample is read."""
 
-    def __init__(self, parts: Any, settings: Any, state: Any, calm: RemoveNondeterminism) -> None:
-        self.parts, self.settings, self.calm = parts, settings, calm
-        self.fetcher = fetcher_of(parts.source)
+    def __init__(self, components: Any, settings: Any, state: Any, calm: RemoveNondeterminism) -> None:
+        self.components, self.settings, self.calm = components, settings, calm
+        self.fetcher = fetcher_of(components.source)
         """Only of a dataset with an index."""
         self.samples: list[Any] = []
         self.data: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class Experiments:
         """Whether `collate` draws random numbers, so that two halves of a batch are not what all of it is."""
         self.epoch = state.position.epoch
         if self.fetcher is not None:
-            indices = parts.source.order.at(state.position).tolist()
+            indices = components.source.order.at(state.position).tolist()
             self.indices = indices[: min(_MOST, len(indices) // 2 * 2 or 1)]
             self._read_twice()
 
@@ -101,7 +101,7 @@ class Experiments:
     # Model and loss.
 
     def _compute(self) -> dict[str, Any]:
-        model, compute = self.parts.trained, self.parts.compute
+        model, compute = self.components.trained, self.components.compute
         full = self._piece(self.samples)
         user = [model, *(_as_given(part) for part in (compute.loss, compute.step) if part is not None)]
         kept = _Kept(model)
@@ -130,9 +130,9 @@ class Experiments:
 
     def _pass_over(self, kept: _Kept) -> Callable[[Piece], tuple[float, Tensor | None]]:
         """Computes a piece from the same state each time: its loss, and what the model gave, where that is a tensor."""
-        model, compute = self.parts.trained, self.parts.compute
+        model, compute = self.components.trained, self.components.compute
         outputs: list[Any] = []
-        self.parts.model.register_forward_hook(lambda _, __, output: outputs.append(output))
+        self.components.model.register_forward_hook(lambda _, __, output: outputs.append(output))
 
         def once(piece: Piece) -> tuple[float, Tensor | None]:
             kept.put_back()

@@ -34,7 +34,7 @@ class Recorder(Watcher):
 
     def __init__(self, conduct: TrialConfig, writer: Writer, calm: RemoveNondeterminism) -> None:
         self.conduct, self.writer, self.calm = conduct, writer, calm
-        self.parts: Any = None
+        self.components: Any = None
         self.experiments: Experiments | None = None
         self.drew = False
         """Whether the forward passes of this step drew random numbers."""
@@ -55,13 +55,13 @@ class Recorder(Watcher):
         plain.count_no_more()
         self.calm.change(model)
 
-    def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
+    def begins(self, components: Any, settings: Settings, state: RunState) -> None:
         """Write where training begins, and what it is asked for.
 
         Raises:
             ConfigError: the model is cut into stages.
         """
-        if any(each.is_meta for each in parts.trained.parameters()):
+        if any(each.is_meta for each in components.trained.parameters()):
             why = "prove compares every tensor on every worker, and a stage of a pipeline has its own alone"
             self.writer.add("begin", step=state.step, settings=plain_settings(settings), untried=why)
             raise ConfigError(
@@ -69,20 +69,22 @@ class Recorder(Watcher):
                 where=f"strategy={settings.strategy.name!r}",
                 fix="try the script with --set strategy=ddp: a pipeline is to give the same bits",
             )
-        self.parts = parts
-        self.calm.change_compute(parts.compute)
+        self.components = components
+        self.calm.change_compute(components.compute)
         if self.conduct.experiments:
-            self.experiments = Experiments(parts, settings, state, self.calm)
-        self._watch_chance(parts)
+            self.experiments = Experiments(components, settings, state, self.calm)
+        self._watch_chance(components)
         self.writer.add(
             "begin",
             step=state.step,
             settings=plain_settings(settings),
-            repeats=getattr(getattr(parts.source, "order", None), "repeats", False),
-            steps_per_epoch=parts.source.steps_per_epoch,
+            repeats=getattr(getattr(components.source, "order", None), "repeats", False),
+            steps_per_epoch=components.source.steps_per_epoch,
             outside=[list(parameter.shape) for parameter in self._outside()],
-            batch_norm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in parts.model.modules()),
-            persistent=sorted(parts.model.state_dict()),
+            batch_norm=any(
+                isinstance(module, nn.modules.batchnorm._BatchNorm) for module in components.model.modules()
+            ),
+            persistent=sorted(components.model.state_dict()),
             weights=facts_of_all(self._weights()),
             buffers=facts_of_all(self._buffers()),
             optimizer=self._optimizer(),
@@ -107,13 +109,13 @@ class Recorder(Watcher):
             "before": self._digests(),
         }
         self.pieces = [[int(index) for index in piece.plan.indices if piece.plan.weight] for piece in pieces]
-        if not self.parts.strategy.mesh.leads_replica:
+        if not self.components.strategy.mesh.leads_replica:
             self.pieces = []  # another worker of its copy reads the same ones
         self.line["own"] = [index for piece in self.pieces for index in piece]
         # Of a step that counts nothing, and so is passed over, there is no more to note.
         self.line |= {"values": {}, "lr": [], "gradients": {}, "drew": False, "left": "", "ends": [], "drawn": []}
         changed = [LoadedPiece(piece.plan, self.calm.change_batch(piece.batch)) for piece in pieces]
-        self.calm.freeze(self.parts.trained)
+        self.calm.freeze(self.components.trained)
         self.calm.samples = [[int(index) for index in piece.plan.indices] for piece in pieces] or [[]]
         self.calm.passes, self.calm.left, self.calm.ends, self.calm.drawn = 0, "", set(), set()
         self.drew = False
@@ -124,12 +126,12 @@ class Recorder(Watcher):
 
     def differentiates(self, outcome: StepOutcome) -> None:
         """Note losses and gradients."""
-        if (computed := self.parts.strategy.computed) is not None:  # every worker was given all pieces
+        if (computed := self.components.strategy.computed) is not None:  # every worker was given all pieces
             self.line["own"] = [index for number in computed for index in self.pieces[number]]
         gradients = {name: tensor.grad for name, tensor in self._weights().items() if tensor.grad is not None}
         self.line |= {
             "values": {name: float(value) for name, value in outcome.values.items()},
-            "lr": [float(group["lr"]) for group in self.parts.optimizer.param_groups],
+            "lr": [float(group["lr"]) for group in self.components.optimizer.param_groups],
             "gradients": facts_of_all(gradients),
             "drew": self.drew or bool(self.collate_drew),
             "left": self.calm.left or ("by collate" if self.collate_drew else ""),
@@ -147,20 +149,20 @@ class Recorder(Watcher):
 
     def _buffers(self) -> dict[str, Tensor]:
         """Every buffer by name, but for caches: not persistent, and of another shape than before the first step."""
-        found = dict(self.parts.trained.named_buffers())
+        found = dict(self.components.trained.named_buffers())
         self.shapes = self.shapes or {name: each.shape for name, each in found.items()}
-        kept = self.parts.trained.state_dict().keys()
+        kept = self.components.trained.state_dict().keys()
         return {name: each for name, each in found.items() if name in kept or each.shape == self.shapes.get(name)}
 
     def _weights(self) -> dict[str, Tensor]:
         """Every parameter by name, those that only the optimizer has at the end."""
         outside = {f"(outside the model) {number}": tensor for number, tensor in enumerate(self._outside())}
-        return {**dict(self.parts.trained.named_parameters()), **outside}
+        return {**dict(self.components.trained.named_parameters()), **outside}
 
     def _optimizer(self) -> dict[str, str]:
         """What the optimizer keeps of each parameter, such as a momentum → its hash."""
         names = {id(parameter): name for name, parameter in self._weights().items()}
-        state = self.parts.optimizer.state
+        state = self.components.optimizer.state
         kept = {
             f"{key} of {names[id(parameter)]}": value
             for parameter, values in state.items()
@@ -171,22 +173,22 @@ class Recorder(Watcher):
         return {name: facts[0] for name, facts in facts_of_all(kept).items()}
 
     def _outside(self) -> list[Tensor]:
-        inside = {id(parameter) for parameter in self.parts.trained.parameters()}
-        groups = self.parts.optimizer.param_groups
+        inside = {id(parameter) for parameter in self.components.trained.parameters()}
+        groups = self.components.optimizer.param_groups
         return [tensor for group in groups for tensor in group["params"] if id(tensor) not in inside]
 
     def _digests(self) -> dict[str, str]:
         """The hash of each parameter and buffer as it is before a step."""
-        everything = {**self._weights(), **dict(self.parts.trained.named_buffers())}
+        everything = {**self._weights(), **dict(self.components.trained.named_buffers())}
         return {name: facts[0] for name, facts in facts_of_all(everything).items()}
 
-    def _watch_chance(self, parts: Any) -> None:
+    def _watch_chance(self, components: Any) -> None:
         """See whether random numbers are drawn between the seeding of a forward pass and its loss."""
-        compute, fetcher = parts.compute, fetcher_of(parts.source)
+        compute, fetcher = components.compute, fetcher_of(components.source)
         if fetcher is not None and fetcher.collate is not default_collate:
             fetcher.collate = SeenCollate(fetcher.collate, self.collate_drew)
-        if parts.own_step is not None:
-            parts.own_step.call = _Seen(parts.own_step.call, self)
+        if components.own_step is not None:
+            components.own_step.call = _Seen(components.own_step.call, self)
         elif compute.step is not None:
             if not isinstance(compute.step, _Seen):
                 compute.step = _Seen(compute.step, self)
@@ -197,7 +199,7 @@ class Recorder(Watcher):
                 if model.training and not before:
                     before.append(randomness.states())
 
-            parts.model.register_forward_pre_hook(note)
+            components.model.register_forward_pre_hook(note)
             compute.loss = _Seen(compute.loss, self, before)
 
 

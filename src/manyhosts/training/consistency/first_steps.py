@@ -15,7 +15,7 @@ from manyhosts.errors import ConfigError, DataError
 from manyhosts.model.activation_checkpointing import uncalled
 from manyhosts.model.combined_optimizer import each_of
 from manyhosts.snapshot.fingerprint import fingerprint, tensor_checksums
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 
 LOOKS = 3
 """Steps with a learning rate above zero that are looked at."""
@@ -44,8 +44,8 @@ def compare_streams(world: World, step: Step) -> None:
 class FirstSteps:
     """Looks at gradients and weights until they are known to be alive; what is wrong is reported in `world.notes`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, components: Components) -> None:
+        self.components = components
         self.looking = True
         """Whether a step is still to be looked at."""
         self.stream_is_new = True
@@ -80,17 +80,17 @@ class FirstSteps:
         Raises:
             ConfigError: a parameter got a gradient that the model has no more.
         """
-        for name, each in self.parts.replaced:
+        for name, each in self.components.replaced:
             if (parameter := each()) is not None and parameter.grad is not None:
                 raise ConfigError(
                     f"the loss or the model computes with the parameter {name!r} through something that was given it "
                     "before the model was cut into parts, and would never see it change",
-                    where=f"strategy={self.parts.settings.strategy.name!r}",
+                    where=f"strategy={self.components.settings.strategy.name!r}",
                     fix="take it from its module in each forward pass: keep it in no list, loss, partial or closure",
                 )
         now = tensor_checksums(self._looked_at())
         names = [name for name, checksum in now.items() if self._held.get(name, checksum) != checksum]
-        own = dict(self.parts.trained.named_parameters())
+        own = dict(self.components.trained.named_parameters())
         self.written = [name for name in names if name in own and not own[name].requires_grad]
         # A buffer that no sample decides, such as a counter, is right as long as a step has one piece.
         names = [name for name in names if (name in own or pieces > 1) and name not in self._reported]
@@ -99,14 +99,14 @@ class FirstSteps:
         self._reported |= set(names)
         kind = "parameter" if names[0] in own else "buffer"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        self.parts.world.notes.append(
+        self.components.world.notes.append(
             f"the step changes the {kind} {names[0]}{more} by itself, once for each piece of a batch (a worker's "
             f"part, a micro-batch; here {pieces} in a step), so the number of pieces changes the model: what is to "
             "happen once per step belongs into a callback, mh.Trainer(callbacks=[…]) with after_step"
         )
 
     def _looked_at(self) -> dict[str, torch.Tensor]:
-        model, local = self.parts.trained, self.parts.strategy.holding.local
+        model, local = self.components.trained, self.components.strategy.holding.local
         norms = {id(each) for layer in model.modules() if isinstance(layer, _BatchNorm) for each in layer.buffers()}
         found = {name: each for name, each in model.named_buffers() if id(each) not in norms}
         found |= dict(model.named_parameters())
@@ -126,8 +126,8 @@ class FirstSteps:
             self._check_late()
             self._before = self._weights()
             self._attributes = self._also_kept()
-        local = self.parts.strategy.holding.local
-        gradients = [local(each.grad) for each in self.parts.trained.parameters() if each.grad is not None]
+        local = self.components.strategy.holding.local
+        gradients = [local(each.grad) for each in self.components.trained.parameters() if each.grad is not None]
         gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], torch.inf)
         self._has_gradient = self._has_gradient or bool(largest)  # NaN is one, too
@@ -142,38 +142,40 @@ class FirstSteps:
             return
         self.looking = False
         if self._nowhere(not self._has_gradient):
-            self.parts.world.notes.append(
+            self.components.world.notes.append(
                 f"the gradient was zero in each of {LOOKS} steps, so nothing is learned: see that the loss depends on "
                 "what the model gives (the cross entropy of a single column, say, is always 0)"
             )
-        elif self.parts.precision.scaler is None and self._nowhere(self._weights() == self._before):
-            self.parts.world.notes.append(
+        elif self.components.precision.scaler is None and self._nowhere(self._weights() == self._before):
+            self.components.world.notes.append(
                 f"no weight has changed in {LOOKS} steps, yet the learning rate is {rate:g} and there is a gradient; "
                 "see that the optimizer was made of the parameters that it was given, and that its steps are not too "
                 "small for the dtype of the weights"
             )
-        if never := uncalled(self.parts.model):
-            self.parts.world.notes.append(
+        if never := uncalled(self.components.model):
+            self.components.world.notes.append(
                 f"activation_checkpointing: {len(never)} blocks were not called in {LOOKS} steps ({never[0]}"
                 f"{', …' if len(never) > 1 else ''}), so nothing of them is computed again; where the model calls what "
                 "is inside a block and not the block itself, have it call the block"
             )
         self._before = {}
-        if _has_key(self.parts.optimizer.state_dict(), {id(each) for each in self.parts.trained.parameters()}):
-            self.parts.world.notes.append(
+        if _has_key(
+            self.components.optimizer.state_dict(), {id(each) for each in self.components.trained.parameters()}
+        ):
+            self.components.world.notes.append(
                 "the optimizer keeps something under id(parameter), which snapshots have under the parameter's name: "
                 "see that its load_state_dict() takes it back, or a resumed run begins it again"
             )
         now = self._also_kept()
         if changed := [name for name, each in now.items() if self._attributes.get(name) != each]:
-            self.parts.world.notes.append(
+            self.components.world.notes.append(
                 f"the optimizer keeps {', '.join(changed)} as attributes, which no snapshot has: a resumed run begins "
                 "with others; keep them in optimizer.state or param_groups, or give it a state_dict() of its own"
             )
 
     def _check_late(self) -> None:
-        known = self.parts.own_fingerprint
-        late = [name for name, _ in self.parts.model.named_parameters() if name not in known]
+        known = self.components.own_fingerprint
+        late = [name for name, _ in self.components.model.named_parameters() if name not in known]
         if late:
             raise ConfigError(
                 f"the model has made the parameter {late[0]!r} in its forward pass, when the optimizer was made "
@@ -181,8 +183,8 @@ class FirstSteps:
                 where="mh.Trainer(model=…)",
                 fix="make it in __init__, or with a lazy layer of PyTorch (nn.LazyLinear), which the trainer completes",
             )
-        buffers = dict(self.parts.model.named_buffers())
-        now = {name: shape for name, (_, shape) in fingerprint(self.parts.model).items() if name in buffers}
+        buffers = dict(self.components.model.named_buffers())
+        now = {name: shape for name, (_, shape) in fingerprint(self.components.model).items() if name in buffers}
         late = [name for name, shape in now.items() if name not in known or known[name][1] != shape]
         if late:
             # The script makes the model without it, so every snapshot would be taken for one of another model.
@@ -196,17 +198,17 @@ class FirstSteps:
             )
 
     def _weights(self) -> dict[str, str]:
-        local, parameters = self.parts.strategy.holding.local, self.parts.trained.named_parameters()
+        local, parameters = self.components.strategy.holding.local, self.components.trained.named_parameters()
         return tensor_checksums({name: local(each.data) for name, each in parameters if each.requires_grad})
 
     def _nowhere(self, nothing: bool) -> bool:
         """Whether there is `nothing` on any worker that holds a part of the model."""
-        mesh = self.parts.strategy.mesh
+        mesh = self.components.strategy.mesh
         return (self.asks_others or mesh.parts == 1) and not mesh.any_part(not nothing)
 
     def _also_kept(self) -> dict[str, object]:
         """What an optimizer of the script's own holds besides its `state_dict`: numbers, and where tensors are."""
-        several = each_of(self.parts.optimizer)
+        several = each_of(self.components.optimizer)
         if any(type(each).state_dict is not torch.optim.Optimizer.state_dict for each in several.values()):
             return {}
         return {

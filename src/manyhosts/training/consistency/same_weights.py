@@ -25,13 +25,13 @@ from manyhosts.snapshot.flatten import flatten
 from manyhosts.snapshot.tensors import dtype_name
 from manyhosts.strategies.local_updates import weighted_mean
 from manyhosts.training.consistency.same_given import agree
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 
 _ROUNDING = 1e-4
 """A difference below this part of the largest number may come of processors that round differently."""
 
 
-def compare_weights(parts: Parts, moment: str) -> None:
+def compare_weights(components: Components, moment: str) -> None:
     """See that all workers hold the same weights, buffers and values of the script's own.
 
     Every worker calls this; `moment` says when, in words.
@@ -43,26 +43,26 @@ def compare_weights(parts: Parts, moment: str) -> None:
         WrongBits: they do not, and with audits it is known who is left out.
         TrainingError: they do not, on all workers alike: with the first tensor that differs, and who holds what.
     """
-    world, model = parts.world, parts.trained
-    check_still_frozen(parts.frozen)
+    world, model = components.world, components.trained
+    check_still_frozen(components.frozen)
     if world.size == 1:
         return
-    given = {**parts.strategy.compared(model), **parts.callbacks.tensors()}
-    differing, tensors = parts.strategy.compare_copies(given, tensor_checksums)
+    given = {**components.strategy.compared(model), **components.callbacks.tensors()}
+    differing, tensors = components.strategy.compare_copies(given, tensor_checksums)
     if differing:
         raise TrainingError(
             f"the workers do not hold the same model: copies of one part of {differing} differ",
             where=moment,
             fix=_remedy(differing, is_buffer=False, is_rounding=False),
         )
-    values = {name: value for each in parts.objects.values() for name, value in each.compared().items()}
+    values = {name: value for each in components.objects.values() for name, value in each.compared().items()}
     own, own_values = tensor_checksums(tensors), value_checksums(values)
     if agree(world, combined({**own, **own_values})):
         return
     different = difference_of_values(world, values, own_values, moment)
     if different := different or difference_of_kinds(world, tensors, moment):  # before anything of these is exchanged
         raise different
-    if statistics := own_statistics(parts):
+    if statistics := own_statistics(components):
         weighted_mean([each for each in statistics if each.is_floating_point()], 1 / world.size, world)
         for each in statistics:
             if not each.is_floating_point():
@@ -70,15 +70,15 @@ def compare_weights(parts: Parts, moment: str) -> None:
         own = tensor_checksums(tensors)
         if agree(world, combined(own)):
             return
-    if parts.auditor is not None and parts.auditor.agreed:
-        parts.auditor.name_odd(combined(own))
+    if components.auditor is not None and components.auditor.agreed:
+        components.auditor.name_odd(combined(own))
     raise _difference(world, tensors, own, moment, buffers={name for name, _ in model.named_buffers()})
 
 
-def own_statistics(parts: Parts) -> list[Tensor]:
+def own_statistics(components: Components) -> list[Tensor]:
     """What BatchNorm layers have seen, where each has its own batch. Local steps average it with the model."""
-    alike = isinstance(parts.batch_norm, GlobalBatch) or parts.strategy.statistics is not None
-    return [] if alike else parts.strategy.own_statistics(parts.trained)
+    alike = isinstance(components.batch_norm, GlobalBatch) or components.strategy.statistics is not None
+    return [] if alike else components.strategy.own_statistics(components.trained)
 
 
 def difference_of_kinds(world: World, tensors: Mapping[str, Tensor], moment: str) -> TrainingError | None:

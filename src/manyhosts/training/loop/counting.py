@@ -18,7 +18,7 @@ from manyhosts.loss.comparison import Look, Seen, look_at
 from manyhosts.loss.compute import LOSS, STEP
 from manyhosts.loss.weighing import CLASSES, LOOKED_FOR, Rule, has_ignored
 from manyhosts.training.loop.source import IndexedSource
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 
 ALL_SAMPLES, NO_MEAN = "all samples", "no mean"
@@ -89,8 +89,8 @@ _FIXES = {
 class LossWeights:
     """What one loop has its pieces count."""
 
-    def __init__(self, parts: Parts, settings: Settings, state: RunState) -> None:
-        self.parts, self.settings, self.state = parts, settings, state
+    def __init__(self, components: Components, settings: Settings, state: RunState) -> None:
+        self.components, self.settings, self.state = components, settings, state
         self.settled = False
         """Whether the rule is known for the workers of now."""
         self.moves = False
@@ -105,7 +105,7 @@ class LossWeights:
             ConfigError: the loss is no mean, and a batch is cut.
             TrainingError: the user's rule gives no number.
         """
-        weighing, number, every = self.parts.weighing, self.state.step + 1, self.settings.look_every
+        weighing, number, every = self.components.weighing, self.state.step + 1, self.settings.look_every
         later = every and self.cuts and not self.moves and (number % every == 0 or number in _SOON)
         if not self.settled or later:
             step = self.looked_at(step, first=not self.settled)
@@ -113,7 +113,7 @@ class LossWeights:
         if weighing.rule is None and not weighing.checks:
             return step, None
         weighed, weight = weighing.of(step, number)
-        communicates = isinstance(self.parts.batch_norm, GlobalBatch) or self.parts.compute.is_collective
+        communicates = isinstance(self.components.batch_norm, GlobalBatch) or self.components.compute.is_collective
         # What counts nothing is computed only for collectives within.
         if not (communicates or self.settings.virtual_workers):
             weighed = replace(weighed, pieces=[each for each in weighed.pieces if each.plan.weight])
@@ -125,18 +125,18 @@ class LossWeights:
         Raises:
             ConfigError: as `of`.
         """
-        weighing, state, world = self.parts.weighing, self.state, self.parts.world
+        weighing, state, world = self.components.weighing, self.state, self.components.world
         known = weighing.knows or weighing.classes is not None
         if weighing.said == "samples" or (weighing.knows and not self.cuts):
             return step
         if first:
             weighing.take_up(state.counts_by)
-        source, settings, strategy = self.parts.source, self.settings, self.parts.strategy
-        copies, finds = not self.parts.compute.is_collective, first and not known and not state.counts_by
-        own = -(-self.parts.batch // strategy.mesh.size("replicate", "shard"))
+        source, settings, strategy = self.components.source, self.settings, self.components.strategy
+        copies, finds = not self.components.compute.is_collective, first and not known and not state.counts_by
+        own = -(-self.components.batch // strategy.mesh.size("replicate", "shard"))
         micro = min(own, settings.micro_batch_size or own)
         look = Look(
-            self.parts.compute, self.parts.trained, world.device, step.epoch,
+            self.components.compute, self.components.trained, world.device, step.epoch,
             source.loader.fetcher if isinstance(source, IndexedSource) else None, copies=copies,
             gradients=first and self.cuts, accumulates=settings.virtual_workers is not None or micro < own,
             in_halves=settings.strategy.gathers_rounded, least=strategy.least_samples,
@@ -170,8 +170,8 @@ class LossWeights:
         Raises:
             ConfigError: the loss is no mean, or the model keeps something, and a batch is cut.
         """
-        parts, notes = self.parts, self.parts.world.notes
-        given, is_mean = callable(parts.weighing.said), bool(seen.holds) or not seen.samples
+        components, notes = self.components, self.components.world.notes
+        given, is_mean = callable(components.weighing.said), bool(seen.holds) or not seen.samples
         found = choose(seen) if finds else self.state.counts_by or "samples"
         keeps = seen.findings.get(comparison.KEEPS)
         what = "with this weight the loss is no mean" if given else "the loss is no mean over the samples"
@@ -182,11 +182,11 @@ class LossWeights:
         wrong = {
             **seen.findings,
             **{kind: no_mean for kind in (comparison.PADS, comparison.ROWS) if seen.findings.get(kind)},
-            comparison.IN_CHUNKS: in_chunks * isinstance(parts.batch_norm, GlobalBatch),
+            comparison.IN_CHUNKS: in_chunks * isinstance(components.batch_norm, GlobalBatch),
             "mixes samples": what * (known and not is_mean),
             "is no mean": what * guessed_wrong,
         }
-        of_loss = LOSS if parts.compute.step is None else STEP
+        of_loss = LOSS if components.compute.step is None else STEP
         places = {"is no mean": of_loss, comparison.COMMUNICATES: of_loss, comparison.PADS: "mh.Data(collate=…)"}
         self.moves = seen.because == comparison.OTHER_AGAIN
         for kind, (text, fix) in _FIXES.items() if self.cuts else ():
@@ -197,7 +197,7 @@ class LossWeights:
         elif keeps:
             notes.append(f"{KEPT.format(keeps)}: no snapshot has it")
         if given:
-            parts.weighing.names = tuple(seen.names)
+            components.weighing.names = tuple(seen.names)
         if given and not is_mean:
             notes.append(what)
         elif guessed_wrong and finds:
@@ -216,14 +216,14 @@ class LossWeights:
         """Have the outcome of a look in `run.json`, and on the screen where it could not be tried."""
         if self.said != (outcome, text):
             self.said = outcome, text
-            self.parts.world.notes += [text] * (outcome == "not tried")
-            self.parts.world.news.append(partial(LossLooked, outcome=outcome, text=text))
+            self.components.world.notes += [text] * (outcome == "not tried")
+            self.components.world.news.append(partial(LossLooked, outcome=outcome, text=text))
 
     @property
     def cuts(self) -> bool:
         """Whether a batch may be computed in several pieces."""
-        in_parts = max(self.parts.world.size, self.settings.virtual_workers or 1) > 1
-        return in_parts or (self.settings.micro_batch_size or self.parts.batch) < self.parts.batch
+        in_parts = max(self.components.world.size, self.settings.virtual_workers or 1) > 1
+        return in_parts or (self.settings.micro_batch_size or self.components.batch) < self.components.batch
 
 
 def _alike(step: Step, look: Look, samples: int) -> list[LoadedPiece]:

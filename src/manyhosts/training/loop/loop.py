@@ -32,7 +32,7 @@ class StepReporter:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        steps = total_steps(training.limit, training.parts.source.steps_per_epoch)
+        steps = total_steps(training.limit, training.components.source.steps_per_epoch)
         self.rate = VanishedRate(steps) if training.schedule.follows_steps else None
         self.last: StepFacts | None = None
         """The last step that was reported and whose numbers were well."""
@@ -51,7 +51,7 @@ class StepReporter:
         """
         for numbers in self.training.numbers.read(all_of_them=all_of_them):
             self.of_step(numbers)
-        world, step = self.training.parts.world, self.training.state.step
+        world, step = self.training.components.world, self.training.state.step
         while world.notes:
             self.training.run_log.say(world.notes.pop(0), step)
         while world.news:
@@ -138,7 +138,9 @@ class StepReporter:
             TrainingError: a weight is NaN or infinite.
         """
         what = self._not_finite()
-        if self.training.bad_steps.drifts and self.training.parts.world.any(bool(what)):  # what is kept is the mean
+        if self.training.bad_steps.drifts and self.training.components.world.any(
+            bool(what)
+        ):  # what is kept is the mean
             what = what or "nan in the model of another worker"
         if what:
             raise self._bad_update(what)
@@ -162,8 +164,8 @@ class StepReporter:
 
     def _not_finite(self) -> str:
         """What is wrong with the weights; where each worker holds a part of them, on all alike that something is."""
-        parts, strategy = self.training.parts, self.training.parts.strategy
-        what = first_not_finite(parts.trained, strategy.holding)
+        components, strategy = self.training.components, self.training.components.strategy
+        what = first_not_finite(components.trained, strategy.holding)
         if strategy.mesh.any_part(bool(what)):
             what = what or "nan or infinity in what another worker holds of the model"
         return what
@@ -191,15 +193,22 @@ class AfterStep:
     """Those of one loop, in order. Where a failure comes between two, the rest is done when training continues."""
 
     def __init__(self, training: Training, step_reporter: StepReporter, pace: StragglerMonitor | None) -> None:
-        self.training, self.parts, self.state, settings = training, training.parts, training.state, training.settings
+        self.training, self.components, self.state, settings = (
+            training,
+            training.components,
+            training.state,
+            training.settings,
+        )
         self.snapshot_schedule, self.step_reporter, self.pace = training.snapshot_schedule, step_reporter, pace
         self.said_nan = False
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.dataset_watch = DatasetWatch(
-            self.parts.data_identity.dataset, self.parts.world, elsewhere=settings.loader_workers not in (0, "auto")
+            self.components.data_identity.dataset,
+            self.components.world,
+            elsewhere=settings.loader_workers not in (0, "auto"),
         )
-        self.callback_watch = CallbackWatch(self.parts.callbacks, self.parts.trained)
+        self.callback_watch = CallbackWatch(self.components.callbacks, self.components.trained)
         exchanges = training.bad_steps.drifts
         self.all: tuple[Callable[[], None], ...] = (
             *((self._exchange,) if exchanges else ()),
@@ -231,9 +240,9 @@ class AfterStep:
 
     def _exchange(self) -> None:
         """Where workers step alone: exchange what is due after the last step, and report the step with its cost."""
-        world = self.parts.world
+        world = self.components.world
         begin, exposed, sent, exchanged = time.perf_counter(), world.exposed_s, world.bytes_sent, world.exchange_s
-        self.parts.strategy.exchange(self.parts.trained)
+        self.components.strategy.exchange(self.components.trained)
         self.training.numbers.lengthen(
             time.perf_counter() - begin,
             exposed_s=world.exposed_s - exposed,
@@ -256,11 +265,11 @@ class AfterStep:
 
     def call_callbacks(self, point: str, **more: Any) -> None:
         """Call that method of each, as of the last step; `more`: what else they know of the moment."""
-        parts, step = self.parts, self.state.step
-        if parts.callbacks:
+        components, step = self.components, self.state.step
+        if components.callbacks:
             self.snapshot_schedule.before_update()
             randomness.seed_compute(self.training.settings.seed, randomness.CALLBACK, step)
-            parts.callbacks.call(point, parts.moment(step, self.training.now().epochs, **more))
+            components.callbacks.call(point, components.moment(step, self.training.now().epochs, **more))
 
     def _compare_pace(self) -> None:
         """Every few seconds: see whether a host or a link holds the others up."""
@@ -285,17 +294,17 @@ class AfterStep:
 
         Where a worker is asked to stop meanwhile, all stop, and it is left until the run is resumed.
         """
-        training, state, parts, schedule = self.training, self.state, self.parts, self.snapshot_schedule
+        training, state, components, schedule = self.training, self.state, self.components, self.snapshot_schedule
         assert training.validation is not None, "validate() is called where there is a validation set"
         self.step_reporter.read(all_of_them=True)
         begin, training.since = time.perf_counter(), time.monotonic()
         if schedule.saved_at == state.step:
             schedule.saved_at = -1  # that snapshot knows nothing of this validation
         try:
-            with parts.strategy.averaged(parts.trained), parts.callbacks.evaluated(parts.trained):
-                compare_weights(parts, f"before the validation of step {state.step}")
+            with components.strategy.averaged(components.trained), components.callbacks.evaluated(components.trained):
+                compare_weights(components, f"before the validation of step {state.step}")
                 state.validation = values = training.validation(
-                    parts.model, asked=lambda: training.stop_signals.control_flags
+                    components.model, asked=lambda: training.stop_signals.control_flags
                 )
         except CutOff as cut:
             state.validation_due = True
@@ -369,7 +378,7 @@ class AfterStep:
         run_log = self.training.run_log
         for text in self.callback_watch.look():
             run_log.say(text, self.state.step)
-        if self.parts.world.any(not run_log.flush()):
+        if self.components.world.any(not run_log.flush()):
             self.snapshot_schedule.leave_out(self.state)
         else:
             self.snapshot_schedule.save(self.state)
@@ -389,9 +398,9 @@ class Loop:
 
     def __init__(self, training: Training, pace: StragglerMonitor | None = None) -> None:
         """`pace`: see `AfterStep`."""
-        self.training, parts = training, training.parts
-        if parts.own_step is None and not parts.model.training:
-            parts.trained.train()  # as the script has left it after the fit before; see also `make_model`
+        self.training, components = training, training.components
+        if components.own_step is None and not components.model.training:
+            components.trained.train()  # as the script has left it after the fit before; see also `make_model`
         self.step_reporter = StepReporter(training)
         self.after_step = AfterStep(training, self.step_reporter, pace)
         self.stepper = Stepper(training)
@@ -404,9 +413,9 @@ class Loop:
         Raises:
             BadStep: a step went wrong, and all are to go back to before it.
         """
-        training, parts, state = self.training, self.training.parts, self.training.state
-        if parts.watcher is not None:
-            parts.watcher.begins(parts, training.settings, state)
+        training, components, state = self.training, self.training.components, self.training.state
+        if components.watcher is not None:
+            components.watcher.begins(components, training.settings, state)
         self.stepper.counting.settled = False
         self.after_step.call_callbacks("begin")
         self.after_step.callback_watch.begin()
@@ -418,7 +427,7 @@ class Loop:
             if reason := training.stop_signals.granted or state.ended or reached(training.limit, now):
                 break
             if steps is None:
-                steps = parts.source.steps(state.position, state.stream)
+                steps = components.source.steps(state.position, state.stream)
             training.before = now
             self.stepper.train_step(steps)
             if not training.bad_steps.drifts:  # else it is reported with what its workers exchange after it
@@ -441,8 +450,8 @@ class Loop:
         training.done_actions = after_step.before_validation if is_due else len(after_step.all)
         training.ends_epoch, training.under_way, training.inconsistent = False, 0, False
         training.save_again, training.before = is_due, training.now()
-        if training.parts.auditor is not None:
-            training.parts.auditor.forget()
+        if training.components.auditor is not None:
+            training.components.auditor.forget()
 
     def enter_group(self) -> None:
         """This worker is among others now: have the state of the last step that was finished."""
@@ -457,7 +466,7 @@ class Loop:
             training.save_again = True
             training.done_actions = min(training.done_actions, training.all_actions - 1)
         self.stepper.first_steps.stream_is_new = False  # a new worker would not compare it
-        if training.parts.world.is_rank_0:
+        if training.components.world.is_rank_0:
             training.start_clock()
 
     def place(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from manyhosts.device import Event, by_device, is_asynchronous, module
 from manyhosts.events import StepTiming
 from manyhosts.model.buffers import BufferCopies
 from manyhosts.strategies.strategy import StepOutcome
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 
 LAG_ON_GPU = 2
 
@@ -224,21 +224,21 @@ class BadStep(Exception):
 class BadSteps:
     """Watches one loop. Every worker sees the same numbers, so all find the same steps bad."""
 
-    def __init__(self, parts: Parts, choice: str, *, clips: bool) -> None:
+    def __init__(self, components: Components, choice: str, *, clips: bool) -> None:
         """`choice`: the setting `on_bad_step`. `clips`: whether gradients are clipped, by their norm."""
-        self.parts = parts
+        self.components = components
         self.leave_out, self.rewinds = choice == "skip", choice == "rewind"
         self.judges_norm = clips or self.rewinds
         """Whether every step has a norm; otherwise one in `SHOW_NORM_EVERY` has, which is looked at by people only."""
-        self.on_cpu = parts.world.device.type == "cpu"
+        self.on_cpu = components.world.device.type == "cpu"
         self.keeps_weights = self.on_cpu
         """Whether weights are still those of before a step that is found bad. On a GPU later steps have changed them by
         then, and where the strategy updates within a step this one has."""
-        self.drifts = not parts.strategy.traits.synchronous
+        self.drifts = not components.strategy.traits.synchronous
         """Whether each worker has a gradient of its own, of which the others know nothing."""
-        self.scaled = parts.precision.scaler is not None
+        self.scaled = components.precision.scaler is not None
         """Whether fp16's scaler looks for overflows, which are nothing unusual there, and leaves those steps out."""
-        self.buffers = BufferCopies(parts.trained) if self.leave_out else None
+        self.buffers = BufferCopies(components.trained) if self.leave_out else None
         self.bad_norms: dict[int, float] = {}
         """Of steps that were left out, until they are reported."""
 
@@ -270,7 +270,7 @@ class BadSteps:
         """The norm that is reported of `step`, whose gradient is complete: now and then also where none clips by it."""
         if norm is not None or step % SHOW_NORM_EVERY != 1:
             return norm
-        self.parts.precision.unscale(self.parts.optimizer)
+        self.components.precision.unscale(self.components.optimizer)
         return self._norm()
 
     def _are_finite(self, loss: Tensor, norm: Tensor | None) -> bool:
@@ -279,7 +279,7 @@ class BadSteps:
         return math.isfinite(loss.item()) and math.isfinite(norm.item())
 
     def _norm(self) -> Tensor:
-        return self.parts.strategy.norm(self.parts.trained)
+        return self.components.strategy.norm(self.components.trained)
 
     def trouble(self, numbers: StepMetricValues) -> str:
         """What is wrong with a step, in words; empty where nothing is."""

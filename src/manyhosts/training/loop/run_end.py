@@ -56,7 +56,7 @@ class RunEnd:
                 # Rank 0 alone knows all of it.
                 remedy = "make room on that disk" if schedule.is_short_of_room() else "mend that"
                 reported = [schedule.trouble, f"{remedy} and start again. {schedule.last_good()}"]
-                trouble, fix = gather_plain(self._training.parts.world, reported)[0]
+                trouble, fix = gather_plain(self._training.components.world, reported)[0]
                 raise TrainingError(
                     f"the snapshot of the last step, {step}, could not be written: {trouble}",
                     where=str(schedule.store.folder),
@@ -76,7 +76,9 @@ class RunEnd:
         except Exception as error:
             reported = refusals.explained(error)
             said = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-            said = f"another worker ended before this one; {said}" if self._training.parts.world.is_broken else said
+            said = (
+                f"another worker ended before this one; {said}" if self._training.components.world.is_broken else said
+            )
             self.record("failed", said if reported is None else reported.what)
             raise
         except KeyboardInterrupt:
@@ -85,14 +87,18 @@ class RunEnd:
 
     def record(self, status: str, reason: str, *, is_failure: bool = True) -> str:
         """Record how the run ended. Returns the hash of the weights; nothing where no one can know it."""
-        training, parts, step = self._training, self._training.parts, self._training.state.step
+        training, components, step = self._training, self._training.components, self._training.state.step
         if status == "failed":
             with suppress(Exception):  # what ends the run is known, and no second error may hide it
                 training.snapshot_schedule.abandon(after_s=_OTHERS_WRITE_S)
         # After a failure the others may not come to where the entire weights are put together.
-        can_hash = parts.strategy.mesh.parts == 1 or not is_failure
-        weights = weights_sha256(parts.model, parts.strategy.holding) if can_hash and parts.world.drain() else ""
-        if parts.world.is_rank_0 and (others := self._neighbours.in_words()):
+        can_hash = components.strategy.mesh.parts == 1 or not is_failure
+        weights = (
+            weights_sha256(components.model, components.strategy.holding)
+            if can_hash and components.world.drain()
+            else ""
+        )
+        if components.world.is_rank_0 and (others := self._neighbours.in_words()):
             training.run_log.say(others, step)
         training.run_log.emit_end(
             RunEnded(
@@ -122,14 +128,18 @@ class LastSnapshot:
 
     def why_not(self) -> str:
         """Why what this worker holds is not all that a run needs to continue; empty where it is."""
-        training, parts, state = self.loop.training, self.loop.training.parts, self.loop.training.state
+        training, components, state = self.loop.training, self.loop.training.components, self.loop.training.state
         if state.step < 1 or training.inconsistent:
             return "it is not between two steps"
         if state.best_step != state.step and self.snapshot_schedule.lacks_best(state):
             return "the best model, of a step before, was being written"
-        if parts.auditor is not None or training.trusted is not None:
+        if components.auditor is not None or training.trusted is not None:
             return "no other worker can be asked whether it computed rightly"
-        if parts.strategy.has_own or parts.strategy.state_dict().keys() - {UNFROZEN} or own_statistics(parts):
+        if (
+            components.strategy.has_own
+            or components.strategy.state_dict().keys() - {UNFROZEN}
+            or own_statistics(components)
+        ):
             return "each worker holds something of its own"
         if state.stream:
             return "each worker knows a part of how far the stream is read"

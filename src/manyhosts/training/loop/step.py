@@ -45,74 +45,78 @@ class Stepper:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        parts, settings, self.strategy = training.parts, training.settings, training.parts.strategy
+        components, settings, self.strategy = training.components, training.settings, training.components.strategy
         self.transfers = Transfers(
-            parts.world.device, training.numbers, training.run_log.keep_pictures if settings.keep_pictures else None
+            components.world.device,
+            training.numbers,
+            training.run_log.keep_pictures if settings.keep_pictures else None,
         )
-        self.clock = StepClock(parts.world, training.snapshot_schedule.store, self.transfers)
-        self.counting = LossWeights(parts, settings, training.state)
-        self.first_steps = FirstSteps(parts)
-        self.norm_price = NormPrice(parts.batch_norm, parts.world.notes) if parts.batch_norm is not None else None
+        self.clock = StepClock(components.world, training.snapshot_schedule.store, self.transfers)
+        self.counting = LossWeights(components, settings, training.state)
+        self.first_steps = FirstSteps(components)
+        self.norm_price = (
+            NormPrice(components.batch_norm, components.world.notes) if components.batch_norm is not None else None
+        )
         self.buffers = training.bad_steps.buffers
         """What a step may change by itself, as it was before: where it may be left out, or be made again."""
         if self.buffers is None and training.survives:
-            self.buffers = BufferCopies(parts.trained)
+            self.buffers = BufferCopies(components.trained)
         self.norm: Tensor | None = None
         """Of the gradient of the step under way, or the last one, before clipping; None where it was not asked for."""
-        if parts.own_step is not None:
-            parts.own_step.begin(self, training.state, remembers=self.buffers is not None)
+        if components.own_step is not None:
+            components.own_step.begin(self, training.state, remembers=self.buffers is not None)
         self.strategy.before_update = self.before_inner_update
-        self.acts = bool(parts.callbacks)
+        self.acts = bool(components.callbacks)
 
     def train_step(self, steps: Iterator[Step]) -> None:
         """One optimizer step, from waiting for its samples to queueing its numbers."""
-        training, parts, state = self.training, self.training.parts, self.training.state
+        training, components, state = self.training, self.training.components, self.training.state
         number = state.step + 1
         self.clock.begin()
         step, weighed, weight = self.next_of(steps)
         self.clock.fetched()
         self.prepare(number, step)
-        lr = float(parts.optimizer.param_groups[0]["lr"])
-        if state.step < parts.warmup.steps:
-            lr *= parts.warmup.factor(state.step)
+        lr = float(components.optimizer.param_groups[0]["lr"])
+        if state.step < components.warmup.steps:
+            lr *= components.warmup.factor(state.step)
         self.norm, updated = None, False
         if number in state.left_out or weight == 0:
             outcome = self.pass_over()
         else:
-            if parts.auditor is not None:  # some parts of others are computed again here
+            if components.auditor is not None:  # some parts of others are computed again here
                 audits = [
                     Auditable(each.audit, self.transfers.pieces(state.step, each.pieces)) for each in weighed.audits
                 ]
-                parts.auditor.begin(number, audits)
+                components.auditor.begin(number, audits)
             pieces = self.transfers.pieces(state.step, weighed.pieces)
-            if parts.own_step is None:
-                outcome = self.backward(pieces, parts.compute, training.control_flags())
-                if parts.watcher is not None:
-                    parts.watcher.differentiates(outcome)
+            if components.own_step is None:
+                outcome = self.backward(pieces, components.compute, training.control_flags())
+                if components.watcher is not None:
+                    components.watcher.differentiates(outcome)
                 updated = self.update_unless_bad(number, outcome.values["loss"])
             else:
-                outcome, updated = parts.own_step.make(pieces, training.control_flags())
+                outcome, updated = components.own_step.make(pieces, training.control_flags())
                 if updated:
-                    self.norm = parts.own_step.norm()
+                    self.norm = components.own_step.norm()
                 else:
                     training.bad_steps.put_back()
-                if parts.watcher is not None:
-                    parts.watcher.differentiates(outcome)
+                if components.watcher is not None:
+                    components.watcher.differentiates(outcome)
         if self.acts:
             self.call_callbacks(step, updated=updated)
         facts = self.facts(number, step, lr, weight)
         self.count(step)
-        training.numbers.add(facts, outcome, self.norm, parts.world.take_waits())
+        training.numbers.add(facts, outcome, self.norm, components.world.take_waits())
 
     # What a step is made of.
 
     def backward(self, pieces: Sequence[Piece], compute: Compute, control_flags: Sequence[float] = ()) -> StepOutcome:
         """The gradients of what `compute` gives for `pieces`, summed over all workers as the strategy does it."""
-        parts = self.training.parts
+        components = self.training.components
         try:
             with self.around(len(pieces)):
-                return parts.strategy.forward_backward(
-                    parts.trained, pieces, compute, parts.precision.scale, control_flags
+                return components.strategy.forward_backward(
+                    components.trained, pieces, compute, components.precision.scale, control_flags
                 )
         except RuntimeError as cause:
             if "backward through the graph a second time" not in str(cause):
@@ -120,10 +124,10 @@ class Stepper:
             raise ConfigError(
                 "a graph is gone through backward twice: by a backward() of the script, or because something of an "
                 "earlier batch or pass is used again (a hidden state, a tensor made before)",
-                where="mh.Trainer(step=…)" if parts.own_step is None else "run.backward",
+                where="mh.Trainer(step=…)" if components.own_step is None else "run.backward",
                 fix="detach() what is kept from before; return the loss, and leave backward(), zero_grad() and "
                 "optimizer.step() to the trainer; or give retain_graph=True to a backward() that is meant"
-                if parts.own_step is None
+                if components.own_step is None
                 else "detach() what another pass has made; return the loss: run.backward goes backward through it",
             ) from cause
 
@@ -163,45 +167,47 @@ class Stepper:
             return False
         self.norm = bad_steps.shown(number, self.norm)
         self.step_optimizer()
-        return not (self.acts and training.parts.precision.left_out)
+        return not (self.acts and training.components.precision.left_out)
 
     def clip(self) -> Tensor | None:
         """Clip the gradient where that is asked for. Returns its norm before."""
-        parts, most = self.training.parts, self.training.settings.clip_gradients
+        components, most = self.training.components, self.training.settings.clip_gradients
         if most is None:
             return None
-        parts.precision.unscale(parts.optimizer)
-        return parts.strategy.clip_gradients(parts.trained, most)
+        components.precision.unscale(components.optimizer)
+        return components.strategy.clip_gradients(components.trained, most)
 
     def step_optimizer(self) -> None:
         """Have the strategy step the optimizer, and move the schedule."""
-        training, parts, done = self.training, self.training.parts, self.training.state.step
-        warms_up = done < parts.warmup.steps
-        with multiplied(parts.optimizer, parts.warmup.factor(done)) if warms_up else _NOTHING:
+        training, components, done = self.training, self.training.components, self.training.state.step
+        warms_up = done < components.warmup.steps
+        with multiplied(components.optimizer, components.warmup.factor(done)) if warms_up else _NOTHING:
             self.strategy.prepare_update()
-            step = partial(parts.strategy.update, parts.trained, parts.precision.stepper(parts.optimizer))
-            self.update(parts.optimizer, step, randomness.UPDATE, done)
+            step = partial(
+                components.strategy.update, components.trained, components.precision.stepper(components.optimizer)
+            )
+            self.update(components.optimizer, step, randomness.UPDATE, done)
         if training.schedule.follows_steps:
             training.schedule.after_step()
 
     def pass_over(self) -> StepOutcome:
         """A step that went wrong before, or counts nothing: nothing is computed, and the schedule moves on."""
-        world, flags = self.training.parts.world, self.training.control_flags()
+        world, flags = self.training.components.world, self.training.control_flags()
         sums = world.all_reduce(torch.tensor(flags, dtype=torch.float64, device=world.device))
         self.training.schedule.after_step()
         return StepOutcome({"loss": torch.full((), math.nan, device=world.device)}, sums)
 
     def around(self, pieces: int) -> AbstractContextManager[None]:
         """What the passes of a step run in: nothing, where there is no BatchNorm and it is none of the first steps."""
-        is_plain = self.training.parts.batch_norm is None and not self.first_steps.looking
+        is_plain = self.training.components.batch_norm is None and not self.first_steps.looking
         return _NOTHING if is_plain else self.writes_seen(pieces)
 
     @contextmanager
     def writes_seen(self, pieces: int) -> Iterator[None]:
         """See what the passes of a first step change by themselves: it is put back where a later step breaks off."""
-        parts = self.training.parts
-        with acting(parts.batch_norm):
-            if not self.first_steps.looking or parts.own_step is not None:
+        components = self.training.components
+        with acting(components.batch_norm):
+            if not self.first_steps.looking or components.own_step is not None:
                 yield
                 return
             self.first_steps.before_forward()
@@ -216,20 +222,20 @@ class Stepper:
         """The next step; the same with what each piece counts; and what its batch counts (None: its samples)."""
         self.training.since = time.monotonic()
         step = self.transfers.next_of(steps)
-        if self.training.parts.watcher is not None:
-            step = self.training.parts.watcher.reads(step)
+        if self.training.components.watcher is not None:
+            step = self.training.components.watcher.reads(step)
         with self.strategy.misuse_told():
             weighed, weight = self.counting.of(step)  # before the step is under way: workers may be lost here, too
         return step, weighed, weight
 
     def prepare(self, number: int, step: Step) -> None:
         """What must be known before the first forward pass, should the step break off or have to be explained."""
-        training, parts = self.training, self.training.parts
+        training, components = self.training, self.training.components
         if self.first_steps.stream_is_new:
             self.first_steps.stream_is_new = False
-            compare_streams(parts.world, step)
-        parts.world.notes += [step.said] if step.said else []
-        parts.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
+            compare_streams(components.world, step)
+        components.world.notes += [step.said] if step.said else []
+        components.world.take_waits()  # what workers send each other to find the samples is a part of waiting for those
         training.under_way, training.taken = number, step
         self.strategy.share_out(step.assignment)
         is_noted = training.run_log.samples is not None and number not in training.state.left_out
@@ -237,10 +243,10 @@ class Stepper:
             self.strategy.report_taken(len(step.pieces), partial(self.note, number, step.pieces))
         if self.buffers:
             self.buffers.keep()
-        if parts.own_step is not None and training.snapshot_schedule.is_writing:
+        if components.own_step is not None and training.snapshot_schedule.is_writing:
             training.snapshot_schedule.before_update()
-        if isinstance(parts.batch_norm, GlobalBatch):
-            parts.batch_norm.begin_step(step.samples)
+        if isinstance(components.batch_norm, GlobalBatch):
+            components.batch_norm.begin_step(step.samples)
 
     def note(self, number: int, pieces: Sequence[LoadedPiece | DuePiece], taken: Sequence[int]) -> None:
         """Note which samples this worker computes, ghosts left out: those of the pieces of a step that it has taken.
@@ -253,13 +259,13 @@ class Stepper:
 
     def call_callbacks(self, step: Step, *, updated: bool) -> None:
         """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
-        training, parts, state = self.training, self.training.parts, self.training.state
+        training, components, state = self.training, self.training.components, self.training.state
         training.snapshot_schedule.before_update()
-        before = (state.step, parts.source.epochs(state.position))
-        moment = parts.moment(state.step + 1, parts.source.epochs(step.after), before=before, updated=updated)
+        before = (state.step, components.source.epochs(state.position))
+        moment = components.moment(state.step + 1, components.source.epochs(step.after), before=before, updated=updated)
         randomness.seed_compute(training.settings.seed, randomness.CALLBACK, state.step)
         training.inconsistent = True
-        parts.callbacks.call("after_step", moment)
+        components.callbacks.call("after_step", moment)
         training.inconsistent = False
 
     def count(self, step: Step) -> None:
@@ -273,8 +279,8 @@ class Stepper:
             self.first_steps.after_step()
         if state.step == 1:  # what an optimizer keeps is there since now
             training.snapshot_schedule.check_kept()
-        if training.parts.watcher is not None:
-            training.parts.watcher.steps(state.step)
+        if training.components.watcher is not None:
+            training.components.watcher.steps(state.step)
 
     def facts(self, number: int, step: Step, lr: float, weight: float | None) -> StepFacts:
         """What is known of a step, which ends here, without waiting for its device."""
@@ -297,7 +303,7 @@ class Stepper:
 
     def settle(self, *, finished: bool) -> None:
         """End the step under way, which broke off. `finished`: another has done it, so this worker's part counts."""
-        training, strategy, own_step = self.training, self.strategy, self.training.parts.own_step
+        training, strategy, own_step = self.training, self.strategy, self.training.components.own_step
         self.first_steps.asks_others = False  # new workers do not know how many steps were looked at
         if training.under_way and not training.inconsistent:
             if not finished or own_step is not None or not strategy.complete:

@@ -23,7 +23,7 @@ from manyhosts.data.steps import Step
 from manyhosts.evaluation.evaluate import OfAllSets
 from manyhosts.training.loop.learning_rate import Schedule
 from manyhosts.training.loop.numbers import BadSteps, DeferredMetrics
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.profiling import Profiling
@@ -160,7 +160,7 @@ class StopSignals:
 class Training:
     """What the loop, a step and what is due after it share; made once for each `fit`. They alone change it."""
 
-    parts: Parts
+    components: Components
     settings: Settings
     state: RunState
     """What snapshots keep of it."""
@@ -199,17 +199,17 @@ class Training:
     """When what is being done now was begun, by a clock that no one sets."""
 
     def __post_init__(self) -> None:
-        parts, settings = self.parts, self.settings
+        components, settings = self.components, self.settings
         self.limit = Duration.parse(settings.duration, where="fit(…)")
-        self.numbers = DeferredMetrics(parts.world.device)
-        self.schedule = Schedule(parts.schedule, settings.schedule_every)
-        self.bad_steps = BadSteps(parts, settings.on_bad_step, clips=settings.clip_gradients is not None)
+        self.numbers = DeferredMetrics(components.world.device)
+        self.schedule = Schedule(components.schedule, settings.schedule_every)
+        self.bad_steps = BadSteps(components, settings.on_bad_step, clips=settings.clip_gradients is not None)
         self.start_clock()
 
     def now(self) -> Progress:
         """How far the run has come, in numbers that are equal on all workers."""
         state = self.state
-        return Progress(state.step, self.parts.source.epochs(state.position), state.seconds)
+        return Progress(state.step, self.components.source.epochs(state.position), state.seconds)
 
     # What workers send each other with each loss, to decide alike; the sums come back with the numbers of the step.
 
@@ -219,7 +219,7 @@ class Training:
 
     def control_flags(self) -> tuple[float, ...]:
         """Rank 0's clock, whether this worker knows of one that wants to join, and what asked it to stop."""
-        world = self.parts.world
+        world = self.components.world
         clock = time.perf_counter() - self._began if world.place.rank == 0 else 0.0
         joining = world.membership is not None and world.membership.change_asked
         return clock, float(joining), *self.stop_signals.control_flags

@@ -1,4 +1,4 @@
-"""The parts of a run, made in the order in which they need each other."""
+"""The components of a session, made in the order in which they need each other."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 
 @dataclass(kw_only=True, slots=True)
-class Parts:
+class Components:
     """What the loop works with, each ready for use. When the workers change, `recut` makes some of it again."""
 
     settings: Settings
@@ -255,7 +255,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     own_step: OwnStep | None,
     callbacks: Callbacks,
     watcher: Watcher | None,
-) -> Parts:
+) -> Components:
     """Make everything that `fit` needs. `own_step`: that of a script which computes its gradients itself."""
     weighing = Weighing(weight, loss, data=data, settings=settings, world=world)
     choose_kernels(settings, world)
@@ -313,7 +313,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         schedules = own_step.take_optimizers(made_optimizer)
     elif schedule is not None:
         check_rates(settings, [each["lr"] for each in options], made_optimizer, schedule)
-    return Parts(
+    return Components(
         settings=settings,
         chosen_for=chosen_for,
         world=world,
@@ -444,17 +444,17 @@ def _length(dataset: Dataset[Any]) -> str:
     return ""
 
 
-def attach_callbacks(parts: Parts) -> None:
+def attach_callbacks(components: Components) -> None:
     """Let callbacks make their states of the weights that the run begins with.
 
     Raises:
         ConfigError: they keep tensors, or freeze some for a while, and the strategy lets every worker's model drift.
     """
-    parts.callbacks.call("attach", parts.moment())
-    if parts.world.is_shared and parts.thawed:
-        parts.settings.strategy.check_thawed(parts.thawed[0])
-    if parts.world.is_shared and (names := sorted(parts.callbacks.tensors())):
-        parts.settings.strategy.check_kept(names[0])
+    components.callbacks.call("attach", components.moment())
+    if components.world.is_shared and components.thawed:
+        components.settings.strategy.check_thawed(components.thawed[0])
+    if components.world.is_shared and (names := sorted(components.callbacks.tensors())):
+        components.settings.strategy.check_kept(names[0])
 
 
 def make_optimizer(

@@ -29,21 +29,21 @@ from manyhosts.snapshot.separate_disks import first_of_disk
 from manyhosts.snapshot.set_aside import newest_step, set_aside
 from manyhosts.training.loop.loop import Loop
 from manyhosts.training.loop.numbers import BadStep
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.registry import TrainerState
 from manyhosts.training.state.run_state import RunState
 from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 from manyhosts.training.telemetry.run_log import from_plain, to_plain, told_by_all
 
 
-def why_not_survive(parts: Parts) -> str:
+def why_not_survive(components: Components) -> str:
     """Why the workers that are left would not have everything that a run needs to continue; empty where they would."""
-    world = parts.world
+    world = components.world
     if world.backend != backend_for(world.device):
         return f"{world.backend} between GPUs does not report which collective was cut off"
-    if why := parts.strategy.why_all_end():
+    if why := components.strategy.why_all_end():
         return why
-    if parts.strategy.has_own and parts.precision.scaler is not None:
+    if components.strategy.has_own and components.precision.scaler is not None:
         return "under fp16 workers ask each other for overflows in the midst of an update"
     return ""
 
@@ -58,9 +58,9 @@ class SharedTraining:
     def __init__(self, provider: TrainerState, loop: Loop, *, begin: Callable[[], None]) -> None:
         """`begin` takes up the newest snapshot and reports where the run begins; every worker calls it."""
         self.provider, self.loop, self._begin = provider, loop, begin
-        self.training, self.parts, self.run = loop.training, provider.parts, loop.training.state
+        self.training, self.components, self.run = loop.training, provider.components, loop.training.state
         self.records = loop.training.run_log
-        self.size = self.parts.world.size
+        self.size = self.components.world.size
         """How many trained together the last time that all was well."""
         self.lost = ""
         self._led = False
@@ -87,9 +87,9 @@ class SharedTraining:
 
     def let_go(self) -> bool:
         """Have nothing under way in the group that is left. Whether a snapshot is lost by it."""
-        world = self.parts.world
+        world = self.components.world
         self._led = world.is_rank_0 and not world.is_joining
-        self.parts.strategy.let_go()
+        self.components.strategy.let_go()
         return self.training.snapshot_schedule.abandon()
 
     def progress(self) -> WorkerProgress:
@@ -99,7 +99,7 @@ class SharedTraining:
             step=NO_STATE if self.training.inconsistent else self.run.step,
             done_actions=self.training.done_actions,
             tried=max(self.training.tried, self.training.under_way),
-            lost_snapshot=int(self.parts.world.is_rank_0 and not self._led and self._half_saved()),
+            lost_snapshot=int(self.components.world.is_rank_0 and not self._led and self._half_saved()),
             trusted=NO_STATE if self.training.trusted is None else self.training.trusted,
         )
 
@@ -116,7 +116,7 @@ class SharedTraining:
     def begin(self) -> None:
         """No one had come to the first step."""
         self._begin()
-        self.size = self.parts.world.size
+        self.size = self.components.world.size
 
     def settle(self, *, finished: bool) -> None:
         """End the step that broke off."""
@@ -125,9 +125,9 @@ class SharedTraining:
 
     def met(self, group: Group, source: int, progress: Sequence[WorkerProgress]) -> None:
         """Train with the workers of now, each of which is as far as worker `source`."""
-        run, loop, world = self.run, self.loop, self.parts.world
+        run, loop, world = self.run, self.loop, self.components.world
         before = self._stream if self._epoch == run.position.epoch else {}
-        run.stream = self.parts.source.met(run.stream, before)
+        run.stream = self.components.source.met(run.stream, before)
         new = progress[world.rank].step == NO_STATE
         gone = max(0, self.size - (group.size - len(group.newcomers)))
         lost_now = self.provider.resync(source, new=new, gone=gone)
@@ -142,7 +142,7 @@ class SharedTraining:
         Training may have continued since: then its loss is reported. Returns whether one is lost, also where only
         some workers had begun it, who would not begin it again while the others do.
         """
-        run, schedule, world = self.run, self.training.snapshot_schedule, self.parts.world
+        run, schedule, world = self.run, self.training.snapshot_schedule, self.components.world
         own = [schedule.saved_at, schedule.best_saved_at, int(schedule.lacks_best(run))]
         saved_at, best_saved_at, lacks_best = world.stack(torch.tensor(own, device=world.device)).T.tolist()
         if snapshot_lost := snapshot_lost or len(set(saved_at)) > 1:
@@ -180,7 +180,7 @@ class SharedTraining:
         self.training.inconsistent = True  # until all of it is here
         own_step = self.run.step
         was_here = own_step != NO_STATE
-        self.provider.take_up(given, own=was_here and self.parts.strategy.has_own)
+        self.provider.take_up(given, own=was_here and self.components.strategy.has_own)
         remembered = self.records.remembered()
         seen: set[tuple[type[Event], int | None]] = {(type(each), each.step) for each in remembered}
         if self.records.started is None and given["started"] is not None:
@@ -214,7 +214,7 @@ def rewind_from_bad_step(bad: BadStep, loop: Loop) -> Recovered:
         TrainingError: there is no snapshot, or this one has been gone back to too often.
     """
     began, state, snapshot_schedule = time.monotonic(), loop.training.state, loop.training.snapshot_schedule
-    _wait_for_all(snapshot_schedule, loop.training.parts.world)
+    _wait_for_all(snapshot_schedule, loop.training.components.world)
     found, loaded = snapshot_schedule.restore()
     if loaded is None:
         raise TrainingError(
@@ -236,7 +236,7 @@ def rewind_from_bad_step(bad: BadStep, loop: Loop) -> Recovered:
 
 def rewind_from_doubt(trusted: int, loop: Loop) -> Recovered | Note:
     """Be at the newest snapshot up to the step that is trusted. Every worker calls this. Returns what to report."""
-    began, training, world = time.monotonic(), loop.training, loop.training.parts.world
+    began, training, world = time.monotonic(), loop.training, loop.training.components.world
     step, snapshot_schedule = training.state.step, training.snapshot_schedule
     keep_from_resuming(snapshot_schedule, world, trusted)
     steps = f"steps {trusted + 1} to {step}"

@@ -19,7 +19,7 @@ from manyhosts.config.stopping import EarlyStopping
 from manyhosts.data.identity import difference
 from manyhosts.errors import ConfigError, DataError, ManyhostsError
 from manyhosts.records.run_record import plain_settings
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 
 FIX = "put it back; or begin again in another run directory, with the weights of this one by mh.Trainer(init_from=…)"
 
@@ -160,17 +160,17 @@ class Changes:
         return [f"changed since the snapshot: {', '.join(self.said)}"] if self.said else []
 
 
-def asked_of(settings: Settings, parts: Parts) -> dict[str, Any]:
+def asked_of(settings: Settings, components: Components) -> dict[str, Any]:
     """What a snapshot keeps of what the run was asked, in plain values."""
     plain = plain_settings(settings)
     return {
         **{key: plain[key] for key in _SETTINGS},
-        "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")),
+        "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(components.watched_loss, mode="min")),
         **({} if settings.best is None else {"best": plain_settings(settings.best)}),
         "stops_early": settings.early_stopping is not None,
-        "batch_size": parts.batch,
-        **parts.initial_optimizer.asked,
-        "data": parts.data_identity(),
+        "batch_size": components.batch,
+        **components.initial_optimizer.asked,
+        "data": components.data_identity(),
     }
 
 

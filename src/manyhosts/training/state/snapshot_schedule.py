@@ -29,7 +29,7 @@ from manyhosts.snapshot.store import Store
 from manyhosts.strategies.local_updates import is_cut
 from manyhosts.training.consistency.same_given import compare_samples
 from manyhosts.training.consistency.same_weights import compare_weights
-from manyhosts.training.setup.build import Parts
+from manyhosts.training.setup.build import Components
 from manyhosts.training.state.registry import ask_for_state, copied, state_of, take_up, training_state_dict, weights_of
 from manyhosts.training.state.remote_copy import RemoteCopy
 from manyhosts.training.state.resuming import Changes, asked_of, compare
@@ -41,21 +41,23 @@ _NO_RECORDS = "a disk does not take the records of its steps"
 class SnapshotSchedule:
     """Saves and restores the parts of a run."""
 
-    def __init__(self, parts: Parts, settings: Settings, directory: RunDirectory, script: Path) -> None:
-        self.parts, self.settings, self.directory = parts, settings, directory
-        self.strategy = settings.strategy.name if parts.world.is_shared else Single.name
+    def __init__(self, components: Components, settings: Settings, directory: RunDirectory, script: Path) -> None:
+        self.components, self.settings, self.directory = components, settings, directory
+        self.strategy = settings.strategy.name if components.world.is_shared else Single.name
         self.emit: Callable[[SnapshotSaved | SnapshotSkipped | SnapshotCopied | Note], None] = lambda news: None
         """Hears what becomes of snapshots."""
-        self.rule = settings.early_stopping or EarlyStopping(parts.watched_loss, mode="min")
+        self.rule = settings.early_stopping or EarlyStopping(components.watched_loss, mode="min")
         """Which metric early stopping, and a schedule that follows validations, watch, and what is better."""
         self.best_rule = settings.best or Best(self.rule.metric, self.rule.mode)
         """By which metric the best model is chosen."""
         to, keep = settings.snapshots.to, settings.snapshots.keep
-        self.second = None if to is None else RemoteCopy(to, directory, keep=keep, script=script, world=parts.world)
+        self.second = (
+            None if to is None else RemoteCopy(to, directory, keep=keep, script=script, world=components.world)
+        )
         """Where each snapshot is copied to, besides the run directory."""
-        self.store = Store(directory.snapshots, keep=keep, world=parts.world, holds=self._is_needed)
-        holding, parameters = parts.strategy.holding, parts.trained.parameters()
-        if self.store.separate_disks and parts.world.any(any(is_cut(each, holding) for each in parameters)):
+        self.store = Store(directory.snapshots, keep=keep, world=components.world, holds=self._is_needed)
+        holding, parameters = components.strategy.holding, components.trained.parameters()
+        if self.store.separate_disks and components.world.any(any(is_cut(each, holding) for each in parameters)):
             raise ConfigError(
                 f"with strategy {self.strategy!r} each worker writes its part of a snapshot, and these hosts share "
                 "no disk",
@@ -78,7 +80,7 @@ class SnapshotSchedule:
         """Whether a snapshot must stay, however old: it is yet to be copied, or what came after it is unproven."""
         if self.second is not None and self.second.copier.holds(path):
             return True
-        trusted = None if self.parts.auditor is None else self.parts.auditor.trusted
+        trusted = None if self.components.auditor is None else self.components.auditor.trusted
         return trusted is not None and is_newest(path, up_to=trusted)
 
     def check_watched(self, values: Collection[str]) -> None:
@@ -105,23 +107,23 @@ class SnapshotSchedule:
             ConfigError: it cannot, which the first snapshot would show, perhaps at the end of all training.
         """
         try:
-            flatten(in_parts(training_state_dict(self.parts), self.parts.strategy.holding))
+            flatten(in_parts(training_state_dict(self.components), self.components.strategy.holding))
         except SnapshotError as error:
             raise ConfigError(f"no snapshot could be made: {error.what}", where=error.where, fix=error.fix) from error
 
     def save(self, state: RunState) -> None:
         """Begin a snapshot of everything."""
-        parts = self.parts
+        components = self.components
         self.saved_at = state.step
-        own = {"strategy": parts.strategy.state_dict(), "stream": dict(state.stream)}
-        holding = parts.strategy.holding
+        own = {"strategy": components.strategy.state_dict(), "stream": dict(state.stream)}
+        holding = components.strategy.holding
         # Where models diverge theirs is the mean.
         weights, base = self._weights(state.step)
         self.store.save(
-            in_parts({**training_state_dict(parts), **weights, "run": state.to_dict()}, holding),
+            in_parts({**training_state_dict(components), **weights, "run": state.to_dict()}, holding),
             self._facts(state, base),
             own=own if any(own.values()) else None,
-            unchanged_until_update=map(holding.local, [*_updated(parts), *_tensors(parts.optimizer.state)]),
+            unchanged_until_update=map(holding.local, [*_updated(components), *_tensors(components.optimizer.state)]),
             by_stage=holding.by_stage,
         )
         self.listen()
@@ -132,14 +134,17 @@ class SnapshotSchedule:
 
         The model is written as the best one before, where it is that and no one has done it.
         """
-        parts = self.parts
-        facts = replace(self._facts(state), run=asked_of(self.settings, parts))
+        components = self.components
+        facts = replace(self._facts(state), run=asked_of(self.settings, components))
         is_uncut = True
         if self.lacks_best(state):
-            with parts.callbacks.evaluated(parts.trained):
-                is_uncut = self.store.save_alone(self.directory.best, weights_of(parts), facts)
+            with components.callbacks.evaluated(components.trained):
+                is_uncut = self.store.save_alone(self.directory.best, weights_of(components), facts)
         if is_uncut:
-            everything, equal = {**training_state_dict(parts), "run": state.to_dict()}, parts.strategy.state_dict()
+            everything, equal = (
+                {**training_state_dict(components), "run": state.to_dict()},
+                components.strategy.state_dict(),
+            )
             own = {"strategy": equal} if equal else None
             is_uncut = self.store.save_alone(self.path_of(state.step), everything, facts, own)
         self.listen()
@@ -160,17 +165,17 @@ class SnapshotSchedule:
         A run that is resumed does steps again, perhaps others than before; the best model of those may have replaced
         that of an earlier step. Every worker calls this. Returns what is to be said; empty where all is well.
         """
-        if not self.parts.world.any(self.lacks_best(state)):
+        if not self.components.world.any(self.lacks_best(state)):
             return ""
         self.store.everywhere(self.directory.best, state.best_step)  # another host may have it
-        if not self.parts.world.any(self.lacks_best(state)):
+        if not self.components.world.any(self.lacks_best(state)):
             return ""
         name = f"best-{time.strftime('%Y%m%d-%H%M%S')}"
         is_there = self.store.leads_disk() and self.directory.best.exists()
         if is_there:
             self.directory.best.rename(self.directory.path / name)
         other = f": best had that of another step, as of a part of the run that was not resumed, which is in {name} now"
-        where = other if self.parts.world.any(is_there) else ""  # no one takes it meanwhile
+        where = other if self.components.world.any(is_there) else ""  # no one takes it meanwhile
         return (
             f"the best model, of step {state.best_step}, is not on the disk{where}; the best weights are the last ones"
         )
@@ -185,15 +190,15 @@ class SnapshotSchedule:
     def save_best(self, state: RunState) -> None:
         """Begin to write the model, with the weights that it was evaluated with, as the best one."""
         self.best_saved_at = state.best_step
-        holding, callbacks = self.parts.strategy.holding, self.parts.callbacks
-        with callbacks.evaluated(self.parts.trained):
+        holding, callbacks = self.components.strategy.holding, self.components.callbacks
+        with callbacks.evaluated(self.components.trained):
             weights, base = self._weights(state.best_step)
             weights = copied(weights) if callbacks.averaging else weights
         self.store.save_as(
             self.directory.best,
             in_parts(weights, holding),
             self._facts(state, base),
-            unchanged_until_update=map(holding.local, _updated(self.parts)),
+            unchanged_until_update=map(holding.local, _updated(self.components)),
             by_stage=holding.by_stage,
         )
         self.is_writing = True
@@ -206,10 +211,10 @@ class SnapshotSchedule:
         Raises:
             TrainingError: they do not hold the same.
         """
-        parts, base = self.parts, self.parts.frozen_base.for_snapshot()
-        with parts.strategy.averaged(parts.trained) as is_mean:
-            compare_weights(parts, f"before the snapshot of step {step}")
-            weights = weights_of(parts, but_frozen=bool(base))
+        components, base = self.components, self.components.frozen_base.for_snapshot()
+        with components.strategy.averaged(components.trained) as is_mean:
+            compare_weights(components, f"before the snapshot of step {step}")
+            weights = weights_of(components, but_frozen=bool(base))
             return copied(weights) if is_mean else weights, base
 
     def before_update(self) -> None:
@@ -260,26 +265,28 @@ class SnapshotSchedule:
                 hold other samples.
             SnapshotError: there are snapshots, and none can be continued from.
         """
-        world = self.parts.world
-        if world.size > 1 and self.parts.watcher is None:  # who watches looks for the reason in what was trained
-            compare_samples(world, self.parts.data_identity())
+        world = self.components.world
+        if world.size > 1 and self.components.watcher is None:  # who watches looks for the reason in what was trained
+            compare_samples(world, self.components.data_identity())
         elif world.is_rank_0:
-            self.parts.data_identity()  # now, and not when the first snapshot is made
+            self.components.data_identity()  # now, and not when the first snapshot is made
         if self.second is not None:
             self.store.gather()
-            self.second.prepare(self.parts.fits())
+            self.second.prepare(self.components.fits())
         self.check_kept()
         return self.restore()
 
     def has_complete(self, step: int) -> bool:
         """Whether the snapshot of `step` is on rank 0's disk, complete. Every worker calls this, after `finish`."""
         is_there = self.newest is not None and self.newest.step == step
-        return not self.parts.world.any(self.parts.world.is_rank_0 and not is_there)
+        return not self.components.world.any(self.components.world.is_rank_0 and not is_there)
 
     def is_short_of_room(self) -> bool:
         """Whether rank 0 could not write the last snapshot for want of room. Every worker calls this."""
         words = (_NO_RECORDS, *(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)))
-        return self.parts.world.any(self.parts.world.is_rank_0 and any(word in self.trouble for word in words))
+        return self.components.world.any(
+            self.components.world.is_rank_0 and any(word in self.trouble for word in words)
+        )
 
     def drop_oldest(self) -> bool:
         """Make room: remove the oldest snapshot, on every disk. Never the newest complete one, nor the best.
@@ -289,7 +296,7 @@ class SnapshotSchedule:
         dropped = self.store.drop_oldest()
         if dropped is not None:
             self.emit(Note(text=f"the disk is full: {dropped.name} was removed", step=self.saved_at, time=time.time()))
-        return self.parts.world.any(self.parts.world.is_rank_0 and dropped is not None)
+        return self.components.world.any(self.components.world.is_rank_0 and dropped is not None)
 
     def path_of(self, step: int) -> Path:
         """Where the snapshot of `step` is, or would be."""
@@ -307,24 +314,26 @@ class SnapshotSchedule:
             ConfigError, DataError: something has changed that must not.
             SnapshotError: there are snapshots, and none can be continued from.
         """
-        loaded = self.store.latest(self.parts.fits(), lambda stored: ask_for_state(stored, self.parts))
+        loaded = self.store.latest(self.components.fits(), lambda stored: ask_for_state(stored, self.components))
         self.best_saved_at = -1  # the best model may be of a step that is done again
         if loaded is None:
             return RunState(), None
-        parts, kept, asked = self.parts, state_of(loaded.stored, self.parts), loaded.facts.run
-        self.changes = compare(asked, lambda: asked_of(self.settings, parts), parts.world, str(loaded.path))
+        components, kept, asked = self.components, state_of(loaded.stored, self.components), loaded.facts.run
+        self.changes = compare(asked, lambda: asked_of(self.settings, components), components.world, str(loaded.path))
         state = RunState.from_dict(kept["run"], {})
-        take_up(parts, kept, schedule=not self.changes.optimizer)
+        take_up(components, kept, schedule=not self.changes.optimizer)
         if self.changes.optimizer:
             moved = state.position.epoch if self.settings.schedule_every == "epoch" else state.step
-            parts.initial_optimizer.after_steps(parts.optimizer, parts.schedules, steps=moved, kept=kept, asked=asked)
+            components.initial_optimizer.after_steps(
+                components.optimizer, components.schedules, steps=moved, kept=kept, asked=asked
+            )
         if "kept back" not in self.changes.keys:
-            parts.strategy.load_state_dict(loaded.owns.under("strategy"))
+            components.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)
-        stream = parts.source.of_snapshot(loaded.owns.under("stream"), parts.world.rank, state.position)
+        stream = components.source.of_snapshot(loaded.owns.under("stream"), components.world.rank, state.position)
         state.stream = dict(stream)  # read now, while the snapshot is there
         loaded.ahead.clear()
-        if not parts.world.any(self.lacks_best(state)):
+        if not components.world.any(self.lacks_best(state)):
             self.best_saved_at = state.best_step  # it stays as it is, with what it says of what trained it
         self.saved_at = loaded.facts.step
         self.newest = SnapshotSaved(
@@ -339,7 +348,7 @@ class SnapshotSchedule:
 
     def _change(self, state: RunState) -> None:
         """Have in `state` what follows from the changes."""
-        begin = self.parts.source.begin(state.position)
+        begin = self.components.source.begin(state.position)
         if begin != state.position:
             state.position, state.epoch_loss, state.epoch_weight = begin, 0.0, 0.0
             state.epoch_samples, state.epoch_seconds = 0, 0.0
@@ -355,30 +364,34 @@ class SnapshotSchedule:
         """Take up the snapshot of `step`, as this worker finds it on the disk. Whether it was there, and complete."""
         self.store.wait()
         try:
-            loaded = load(self.path_of(step), self.parts.fits())
+            loaded = load(self.path_of(step), self.components.fits())
         except (SnapshotError, OSError):
             return False
-        take_up(self.parts, state_of(loaded.stored, self.parts))
+        take_up(self.components, state_of(loaded.stored, self.components))
         self.saved_at = step
         return True
 
     def _facts(self, state: RunState, base: str = "") -> Facts:
         """`base`: the checksum of frozen weights that the snapshot does without."""
         # Others write no manifest, and need not look at the data for it.
-        asked = asked_of(self.settings, self.parts) if self.parts.world.is_rank_0 or self.store.separate_disks else {}
+        asked = (
+            asked_of(self.settings, self.components)
+            if self.components.world.is_rank_0 or self.store.separate_disks
+            else {}
+        )
         return Facts(
             step=state.step,
             epoch=state.position.epoch,
             position={"epoch": state.position.epoch, "sample": state.position.sample},
             strategy=self.strategy,
-            model=self.parts.fingerprint(),
+            model=self.components.fingerprint(),
             run={**asked, KEY: base} if base else asked,
         )
 
 
-def _updated(parts: Parts) -> list[torch.Tensor]:
+def _updated(components: Components) -> list[torch.Tensor]:
     """The parameters that the optimizer updates. Others may change at any moment: a step may average into them."""
-    return [each for group in parts.optimizer.param_groups for each in group["params"] if each.requires_grad]
+    return [each for group in components.optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from manyhosts.snapshot.slices import StoredTensor
 from manyhosts.snapshot.weights import is_state_dict, load, of_model
 from manyhosts.table import nearest
 from manyhosts.training.fit import Fit
-from manyhosts.training.setup.build import ModelOrMaker, Parts
+from manyhosts.training.setup.build import Components, ModelOrMaker
 from manyhosts.training.state.registry import copied, put_weights, state_of, weights_of
 
 _FIX = (
@@ -62,8 +62,8 @@ Stored = StoredTensor | _Readable
 """A tensor that is there, and perhaps not in memory yet."""
 
 
-def load_initial(parts: Parts, init: InitFrom) -> None:
-    """Put the weights that `init` names into the model of `parts`. Nothing is unpickled but tensors.
+def load_initial(components: Components, init: InitFrom) -> None:
+    """Put the weights that `init` names into the model of `components`. Nothing is unpickled but tensors.
 
     Raises:
         ConfigError: there are none, they cannot be read, or they are of another model than `init` allows.
@@ -79,13 +79,13 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
                 f'rename={{"{old[1]}": "unused.{old[1]}", …}}, extra=["unused.*"]',
             )
     found = {init.renamed(name): each for name, each in read.items()}
-    own = {name: tensor for name, tensor in parts.model.state_dict().items() if isinstance(tensor, Tensor)}
-    ties = _ties(parts.model)
+    own = {name: tensor for name, tensor in components.model.state_dict().items() if isinstance(tensor, Tensor)}
+    ties = _ties(components.model)
     taken = _agreed(init, found, {name: tuple(tensor.shape) for name, tensor in own.items()}, ties)
     _see_that_ties_agree(init, found, ties)
     with torch.no_grad():
         for name in filter(taken.__contains__, own):  # in the model's order
-            block = parts.strategy.holding.block(own[name])
+            block = components.strategy.holding.block(own[name])
             if block.local.numel():
                 write(block.local, found[name].block(block.box))
     note = f"{init.where}: {len(taken)} of the model's {len(own)} tensors are from there"
@@ -93,7 +93,7 @@ def load_initial(parts: Parts, init: InitFrom) -> None:
         note += f"; as made: {_named(own.keys() - taken)}; left out: {_named(found.keys() - taken)}"
     if fits := [name for name in taken if matches(name, init.missing)]:
         note += f"; {_named(fits)}, which missing= names, too: it is there and fits (rename it, to have it as made)"
-    parts.world.notes.append(note)
+    components.world.notes.append(note)
 
 
 def frozen(model: ModelOrMaker, patterns: Iterable[str]) -> ModelOrMaker:
@@ -275,11 +275,11 @@ class Used:
     """Whether it has begun by then."""
 
     @classmethod
-    def of(cls, parts: Parts, run: Fit | None, *, is_best: bool) -> Used:
+    def of(cls, components: Components, run: Fit | None, *, is_best: bool) -> Used:
         """Those that `holding` gives."""
         step = 0 if run is None else run.state.best_step if is_best else run.state.step
-        averaging = parts.callbacks.averaging
-        callback = parts.callbacks.by_name.get(averaging)
+        averaging = components.callbacks.averaging
+        callback = components.callbacks.by_name.get(averaging)
         has_begun = callback is not None and bool(callback.averages()) and step >= getattr(callback, "first", 0)
         return cls(is_best, step, averaging, has_begun)
 
@@ -292,18 +292,18 @@ class Used:
 
 
 @contextmanager
-def holding(weights: Literal["best", "last"], parts: Parts, run: Fit | None) -> Iterator[Used]:
+def holding(weights: Literal["best", "last"], components: Components, run: Fit | None) -> Iterator[Used]:
     """Within, the model has its best weights, where they are asked for and kept, else those of now. Says which."""
     best = chosen(weights, run)
-    used = Used.of(parts, run, is_best=best is not None)
+    used = Used.of(components, run, is_best=best is not None)
     if best is None:
-        with parts.callbacks.evaluated(parts.trained):
+        with components.callbacks.evaluated(components.trained):
             yield used
         return
-    found = load_snapshot(best, parts.fits())
-    now = copied(weights_of(parts, but_frozen=KEY in found.facts.run))
-    put_weights(parts, state_of(found.stored, parts))
+    found = load_snapshot(best, components.fits())
+    now = copied(weights_of(components, but_frozen=KEY in found.facts.run))
+    put_weights(components, state_of(found.stored, components))
     try:
         yield used
     finally:
-        put_weights(parts, now)
+        put_weights(components, now)

@@ -74,7 +74,7 @@ class RunLog:
         report: Callable[..., None],
     ) -> None:
         """Nothing is opened before `open_records`. `report` sends to the head; see `cluster.reports`."""
-        self.world, self.settings = snapshot_schedule.parts.world, snapshot_schedule.settings
+        self.world, self.settings = snapshot_schedule.components.world, snapshot_schedule.settings
         self.directory, self.script = snapshot_schedule.directory, script
         self.snapshot_schedule, self.listeners, self.report = snapshot_schedule, listeners, report
         snapshot_schedule.emit = self.emit
@@ -154,8 +154,8 @@ class RunLog:
 
     def _keep_provenance(self) -> None:
         """Write down what the run comes from; who watches the trials of a script has no use for it."""
-        parts = self.snapshot_schedule.parts
-        if parts.watcher is not None:
+        components = self.snapshot_schedule.components
+        if components.watcher is not None:
             return
         try:
             provenance.keep(
@@ -167,13 +167,13 @@ class RunLog:
                     "threads": str(torch.get_num_threads()),
                     "workers": str(self.world.size),
                 },
-                identity=parts.data_identity(),
+                identity=components.data_identity(),
                 described={
-                    "architecture": str(parts.model),
-                    "parameters": f"{sum(math.prod(shape) for _, shape in parts.own_fingerprint.values()):,}",
-                    "optimizer": "; ".join(optimizer_described(parts.optimizer).values()),
-                    "schedule": type(parts.schedule).__qualname__ if parts.schedule is not None else "none",
-                    "data": parts.data_identity.described(),
+                    "architecture": str(components.model),
+                    "parameters": f"{sum(math.prod(shape) for _, shape in components.own_fingerprint.values()):,}",
+                    "optimizer": "; ".join(optimizer_described(components.optimizer).values()),
+                    "schedule": type(components.schedule).__qualname__ if components.schedule is not None else "none",
+                    "data": components.data_identity.described(),
                 },
             )
         except OSError as cause:

@@ -31,8 +31,8 @@ class Watcher:
         """A run is about to be begun that would evaluate `validation`. Returns the listeners that are to hear of it."""
         return listeners
 
-    def begins(self, parts: Any, settings: Settings, state: RunState) -> None:
-        """Training begins from where `state` is, with `build.Parts`; again where workers went or came."""
+    def begins(self, components: Any, settings: Settings, state: RunState) -> None:
+        """Training begins with `setup.build.Components` from where `state` is; again where workers went or came."""
 
     def reads(self, step: Step) -> Step:
         """The samples of a step are there, and nothing is computed of them yet. Returns the step to take."""

@@ -105,7 +105,7 @@ def test_shards_of_different_length_are_all_read_to_their_end(batch_norm: bool, 
 def growing(rank: int, run_dir: Path, rule: str | None) -> tuple[int, float]:
     data = mh.Data(train=TensorDataset(*images_and_labels(40)), batch_size_per_worker=5)
     made = trainer(run_dir, data=data, lr_scaling=rule)
-    return made.components.batch, made.components.optimizer.param_groups[0]["lr"]
+    return made.components.batches.size, made.components.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(("rule", "rate"), [(None, 0.01), ("linear", 0.04), ("sqrt", 0.02)])

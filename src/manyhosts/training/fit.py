@@ -81,12 +81,8 @@ class Fit:
         weights that the `fit` before this one has left.
         """
         self.go_on_with, self.ended_with = go_on_with, ended_with
-        self.calls, self.provider, self.components, self.world = (
-            calls,
-            provider,
-            provider.components,
-            provider.components.world,
-        )
+        self.calls, self.provider, self.components = calls, provider, provider.components
+        self.world = self.components.world
         self.settings, self.directory, self.script = settings, directory, script
         self.snapshot_schedule = SnapshotSchedule(self.components, settings, directory, script)
         self.run_log = RunLog(self.snapshot_schedule, script, listeners, report)
@@ -187,8 +183,8 @@ class Fit:
         compare_calls(self.world, "fit")
         self.run_log.lay_down()
         self.provider.refresh()
-        if isinstance(source := self.components.source, IndexedSource):
-            compare_length(self.world, source.order.length, len(cast(Sized, self.components.data_identity.dataset)))
+        if isinstance(source := self.components.batches.source, IndexedSource):
+            compare_length(self.world, source.order.length, len(cast(Sized, self.components.batches.identity.dataset)))
         self._open_directory()  # no one looks into it before rank 0 has made it
         was_changed, schedule, training = self._was_changed(), self.snapshot_schedule, self.training
         found, loaded = schedule.begin()
@@ -363,7 +359,7 @@ class Fit:
                 "status": status,
                 "reason": reason,
                 "steps": state.step,
-                "epochs": self.components.source.epochs(state.position),
+                "epochs": self.components.batches.source.epochs(state.position),
                 "validation": dict(state.validation),
                 "best": state.best,
                 "best_step": state.best_step,

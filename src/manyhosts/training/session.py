@@ -429,9 +429,8 @@ class Session:
                 state = full_state(self.model.state_dict(), holding, keep=keep)
                 state = {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
         else:
-            state = full_state(
-                self.components.frozen_base.tensors(), holding, keep=keep
-            )  # the best may be kept without it
+            # The best may be kept without it.
+            state = full_state(self.components.frozen_base.tensors(), holding, keep=keep)
         error: ConfigError | None = None
         if self.world.is_rank_0:
             try:

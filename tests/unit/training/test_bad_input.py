@@ -487,7 +487,7 @@ def test_settings_are_overridden_by_the_command_line(tmp_path: Path, monkeypatch
     made = trainer(tmp_path)
     assert made.components.optimizer.param_groups[0]["lr"] == 0.5
     assert made.fit("9 steps").steps == 3
-    assert made.components.batch == 4
+    assert made.components.batches.size == 4
 
 
 def test_loss_that_is_no_number_stops_with_step_samples_and_snapshot(tmp_path: Path) -> None:

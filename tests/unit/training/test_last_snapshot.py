@@ -63,7 +63,7 @@ def stands(run_dir: Path) -> tuple[LastSnapshot, Member]:
         survives=True,
     )
     loop = Loop(training)
-    steps = run.components.source.steps(run.state.position, run.state.stream)
+    steps = run.components.batches.source.steps(run.state.position, run.state.stream)
     for _ in range(2):
         loop.stepper.train_step(steps)
         loop.step_reporter.read()

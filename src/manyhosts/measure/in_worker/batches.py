@@ -19,14 +19,14 @@ class Batches:
 
     def __init__(self, components: Components, state: RunState) -> None:
         self._device = components.world.device
-        self._fetcher: Fetcher | None = getattr(getattr(components.source, "loader", None), "fetcher", None)
+        self._fetcher: Fetcher | None = getattr(getattr(components.batches.source, "loader", None), "fetcher", None)
         self._epoch = state.position.epoch
         self._known: dict[int, Any] = {}
         if self._fetcher is not None:
-            self._indices = components.source.order.at(state.position)  # type: ignore[attr-defined]  # one with an index
+            self._indices = components.batches.source.order.at(state.position)  # type: ignore[attr-defined]  # one with an index
             self.most = len(self._indices)
         else:
-            steps = components.source.steps(state.position, state.stream)
+            steps = components.batches.source.steps(state.position, state.stream)
             first = next(steps).fetched(1)[0]
             self._first, self.most = first.batch, len(first.plan.indices)
 

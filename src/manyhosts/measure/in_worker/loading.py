@@ -28,10 +28,10 @@ def measure(components: Components, state: RunState, *, step_s: float, seconds: 
 
     Where the number of processes is left to the run, it is chosen as the run would choose it.
     """
-    loader = getattr(components.source, "loader", None)
+    loader = getattr(components.batches.source, "loader", None)
     if isinstance(loader, Loader) and loader.processes == "auto":
         timed = Timed(
-            loader.fetcher(state.position.epoch, components.source.order.at(state.position))  # type: ignore[attr-defined]
+            loader.fetcher(state.position.epoch, components.batches.source.order.at(state.position))  # type: ignore[attr-defined]
             for _ in range(MEASURED)
         )
         for _ in timed:
@@ -40,7 +40,7 @@ def measure(components: Components, state: RunState, *, step_s: float, seconds: 
         loader.measured = True
     processes = loader.processes if isinstance(loader, Loader) else 0
     assert processes != "auto", "it has just been chosen"
-    steps = components.source.steps(state.position, state.stream)
+    steps = components.batches.source.steps(state.position, state.stream)
     begun = time.perf_counter()
     # What processes have fetched before the clock begins is no measure of how fast they fetch.
     for step in itertools.islice(steps, 2 * processes + 1):

@@ -95,7 +95,10 @@ class Measurer(Watcher):
         settings.strategy.check_planned(settings.mesh)
         if self.request.together:
             self.together = several_workers.measure(components, settings, state, self.request.seconds)
-            if not getattr(getattr(components.source, "loader", None), "processes", 0) or not self.together["steps"]:
+            if (
+                not getattr(getattr(components.batches.source, "loader", None), "processes", 0)
+                or not self.together["steps"]
+            ):
                 several_workers.report(components.world, self.together)
                 leave()
             self.full_steps = several_workers.FullSteps(components.world)
@@ -181,7 +184,7 @@ class Measurer(Watcher):
         step_s = largest.forward_s + largest.backward_s + self.found["update_s"]
         self.found |= loading.measure(components, state, step_s=step_s, seconds=self._seconds("loader"))
         self.found["validate_every_steps"] = validate_every(
-            settings, components, step_s * components.batch / largest.samples
+            settings, components, step_s * components.batches.size / largest.samples
         )
         if self.validation is not None:
             lines.send("measures", what="the validation")
@@ -227,7 +230,7 @@ class Measurer(Watcher):
     def _sizes(self, batches: Batches, components: Components, settings: Settings) -> list[int]:
         grows = settings.batch_size is None
         return passes.sizes(
-            min(components.batch, batches.most),
+            min(components.batches.size, batches.most),
             settings.micro_batch_size,
             (1,) if grows else self.request.workers,
             settings.virtual_workers,
@@ -246,8 +249,8 @@ def validate_every(settings: Settings, components: Components, step_s: float) ->
     steps = [] if every.steps is None else [every.steps]
     if every.seconds is not None:
         steps.append(max(1, round(every.seconds / max(step_s, 1e-9))))
-    if every.epochs not in (None, 1.0) and components.source.steps_per_epoch is not None:
-        steps.append(max(1, round(every.epochs * components.source.steps_per_epoch)))
+    if every.epochs not in (None, 1.0) and components.batches.source.steps_per_epoch is not None:
+        steps.append(max(1, round(every.epochs * components.batches.source.steps_per_epoch)))
     return min(steps) if steps else None
 
 
@@ -272,8 +275,8 @@ def _counted(components: Components, settings: Settings) -> dict[str, Any]:
     """What is known at once: all but one number of it is counted, not timed."""
     norms = [module for module in components.trained.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     shared = settings.batch_norm == "global" and settings.virtual_workers is None
-    steps = components.source.steps_per_epoch
-    dataset = getattr(getattr(components.source, "order", None), "used", None)
+    steps = components.batches.source.steps_per_epoch
+    dataset = getattr(getattr(components.batches.source, "order", None), "used", None)
     total, strategy = _bytes(components.trained.parameters()), settings.strategy
     units = unit_bytes(components.model, strategy.patterns, total=total)
     return {
@@ -281,8 +284,8 @@ def _counted(components: Components, settings: Settings) -> dict[str, Any]:
         "unit_bytes": units,
         "copy_s_per_byte": machine.copy_s_per_byte(components.world.device, max(units), total) if units else 0.0,
         "buffer_bytes": _bytes(components.trained.buffers()),
-        "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * components.batch,
-        "global_batch": components.batch,
+        "samples": dataset if dataset is not None else (steps or _STREAM_STEPS) * components.batches.size,
+        "global_batch": components.batches.size,
         "batch_grows": settings.batch_size is None,
         "micro_batch": settings.micro_batch_size,
         "virtual_workers": settings.virtual_workers,

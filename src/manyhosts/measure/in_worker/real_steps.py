@@ -67,7 +67,9 @@ def measure(
 def step_of(passes: Passes, settings: Settings, samples: int) -> Callable[[], None]:
     """What takes a step, as the loop does: passes over as many samples as a worker has, sums, clipping, the update."""
     components, batch = passes.components, passes.batches.of(samples)
-    share = components.batch if settings.batch_size is None else -(-components.batch // components.world.size)
+    share = (
+        components.batches.size if settings.batch_size is None else -(-components.batches.size // components.world.size)
+    )
     count = max(1, round(share / samples))
     piece = Piece(bring=lambda: batch, samples=samples, weight=1 / (count * components.world.size), address=(0, 0, 0))
 

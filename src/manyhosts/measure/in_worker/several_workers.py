@@ -48,7 +48,7 @@ def measure(components: Components, settings: Settings, state: RunState, seconds
     world = components.world
     batches = Batches(components, state)
     grows = settings.batch_size is None
-    share = batches.most if grows else -(-components.batch // (settings.virtual_workers or world.size))
+    share = batches.most if grows else -(-components.batches.size // (settings.virtual_workers or world.size))
     samples = min(share, settings.micro_batch_size or share, batches.most)
     if not batches.can_be(samples):
         samples = batches.most

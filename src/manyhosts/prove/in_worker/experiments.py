@@ -34,7 +34,7 @@ class Experiments:
 
     def __init__(self, components: Any, settings: Any, state: Any, calm: RemoveNondeterminism) -> None:
         self.components, self.settings, self.calm = components, settings, calm
-        self.fetcher = fetcher_of(components.source)
+        self.fetcher = fetcher_of(components.batches.source)
         """Only of a dataset with an index."""
         self.samples: list[Any] = []
         self.data: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class Experiments:
         """Whether `collate` draws random numbers, so that two halves of a batch are not what all of it is."""
         self.epoch = state.position.epoch
         if self.fetcher is not None:
-            indices = components.source.order.at(state.position).tolist()
+            indices = components.batches.source.order.at(state.position).tolist()
             self.indices = indices[: min(_MOST, len(indices) // 2 * 2 or 1)]
             self._read_twice()
 

@@ -78,8 +78,8 @@ class Recorder(Watcher):
             "begin",
             step=state.step,
             settings=plain_settings(settings),
-            repeats=getattr(getattr(components.source, "order", None), "repeats", False),
-            steps_per_epoch=components.source.steps_per_epoch,
+            repeats=getattr(getattr(components.batches.source, "order", None), "repeats", False),
+            steps_per_epoch=components.batches.source.steps_per_epoch,
             outside=[list(parameter.shape) for parameter in self._outside()],
             batch_norm=any(
                 isinstance(module, nn.modules.batchnorm._BatchNorm) for module in components.model.modules()
@@ -184,7 +184,7 @@ class Recorder(Watcher):
 
     def _watch_chance(self, components: Any) -> None:
         """See whether random numbers are drawn between the seeding of a forward pass and its loss."""
-        compute, fetcher = components.compute, fetcher_of(components.source)
+        compute, fetcher = components.compute, fetcher_of(components.batches.source)
         if fetcher is not None and fetcher.collate is not default_collate:
             fetcher.collate = SeenCollate(fetcher.collate, self.collate_drew)
         if components.own_step is not None:

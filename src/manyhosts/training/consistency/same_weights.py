@@ -55,7 +55,7 @@ def compare_weights(components: Components, moment: str) -> None:
             where=moment,
             fix=_remedy(differing, is_buffer=False, is_rounding=False),
         )
-    values = {name: value for each in components.objects.values() for name, value in each.compared().items()}
+    values = {} if components.own_step is None else components.own_step.compared()
     own, own_values = tensor_checksums(tensors), value_checksums(values)
     if agree(world, combined({**own, **own_values})):
         return

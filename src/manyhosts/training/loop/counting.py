@@ -131,9 +131,9 @@ class LossWeights:
             return step
         if first:
             weighing.take_up(state.counts_by)
-        source, settings, strategy = self.components.source, self.settings, self.components.strategy
+        source, settings, strategy = self.components.batches.source, self.settings, self.components.strategy
         copies, finds = not self.components.compute.is_collective, first and not known and not state.counts_by
-        own = -(-self.components.batch // strategy.mesh.size("replicate", "shard"))
+        own = -(-self.components.batches.size // strategy.mesh.size("replicate", "shard"))
         micro = min(own, settings.micro_batch_size or own)
         look = Look(
             self.components.compute, self.components.trained, world.device, step.epoch,
@@ -223,7 +223,9 @@ class LossWeights:
     def cuts(self) -> bool:
         """Whether a batch may be computed in several pieces."""
         in_parts = max(self.components.world.size, self.settings.virtual_workers or 1) > 1
-        return in_parts or (self.settings.micro_batch_size or self.components.batch) < self.components.batch
+        return (
+            in_parts or (self.settings.micro_batch_size or self.components.batches.size) < self.components.batches.size
+        )
 
 
 def _alike(step: Step, look: Look, samples: int) -> list[LoadedPiece]:

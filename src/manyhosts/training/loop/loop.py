@@ -32,7 +32,7 @@ class StepReporter:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        steps = total_steps(training.limit, training.components.source.steps_per_epoch)
+        steps = total_steps(training.limit, training.components.batches.source.steps_per_epoch)
         self.rate = VanishedRate(steps) if training.schedule.follows_steps else None
         self.last: StepFacts | None = None
         """The last step that was reported and whose numbers were well."""
@@ -193,18 +193,14 @@ class AfterStep:
     """Those of one loop, in order. Where a failure comes between two, the rest is done when training continues."""
 
     def __init__(self, training: Training, step_reporter: StepReporter, pace: StragglerMonitor | None) -> None:
-        self.training, self.components, self.state, settings = (
-            training,
-            training.components,
-            training.state,
-            training.settings,
-        )
+        self.training, self.components, self.state = training, training.components, training.state
+        settings = training.settings
         self.snapshot_schedule, self.step_reporter, self.pace = training.snapshot_schedule, step_reporter, pace
         self.said_nan = False
         self.validate_every = Duration.parse(settings.validate_every, where="validate_every")
         self.snapshot_every = Duration.parse(settings.snapshots.every, where="snapshots.every")
         self.dataset_watch = DatasetWatch(
-            self.components.data_identity.dataset,
+            self.components.batches.identity.dataset,
             self.components.world,
             elsewhere=settings.loader_workers not in (0, "auto"),
         )
@@ -427,7 +423,7 @@ class Loop:
             if reason := training.stop_signals.granted or state.ended or reached(training.limit, now):
                 break
             if steps is None:
-                steps = components.source.steps(state.position, state.stream)
+                steps = components.batches.source.steps(state.position, state.stream)
             training.before = now
             self.stepper.train_step(steps)
             if not training.bad_steps.drifts:  # else it is reported with what its workers exchange after it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -16,6 +16,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data.cut import Cut, Cuts
 from manyhosts.data.data import Data, reads_in_shards
 from manyhosts.data.fetch import Fetcher
+from manyhosts.data.identity import DataIdentity
 from manyhosts.data.order import Order, Position
 from manyhosts.data.own_order import asked
 from manyhosts.data.shards import ShardProgress, ShardReader, Share, States
@@ -60,6 +61,21 @@ class Source(Protocol):
         `stream` is that of a worker that is where all continue; `before`, of the same epoch, what this one had itself.
         """
         return stream
+
+
+class TrainBatches:
+    """The global batches of a run: how large, of which data, and where this worker reads what is its own of them."""
+
+    def __init__(self, make: Callable[[int], Source], size: int, identity: DataIdentity) -> None:
+        """`make`: the source for batches of a size and this worker's present place."""
+        self._make, self.identity = make, identity
+        self.size = size
+        """Samples in each: as many as at the beginning, however many workers there are later."""
+        self.source = make(size)
+
+    def recut(self) -> None:
+        """Read from now on what is this worker's, by its place among the workers of now."""
+        self.source = self._make(self.size)
 
 
 @dataclass(frozen=True, slots=True)

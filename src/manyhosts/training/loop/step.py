@@ -261,8 +261,10 @@ class Stepper:
         """Let callbacks act on what `step` has made, as a part of it. `updated`: whether it has changed the model."""
         training, components, state = self.training, self.training.components, self.training.state
         training.snapshot_schedule.before_update()
-        before = (state.step, components.source.epochs(state.position))
-        moment = components.moment(state.step + 1, components.source.epochs(step.after), before=before, updated=updated)
+        before = (state.step, components.batches.source.epochs(state.position))
+        moment = components.moment(
+            state.step + 1, components.batches.source.epochs(step.after), before=before, updated=updated
+        )
         randomness.seed_compute(training.settings.seed, randomness.CALLBACK, state.step)
         training.inconsistent = True
         components.callbacks.call("after_step", moment)

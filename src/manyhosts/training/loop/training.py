@@ -209,7 +209,7 @@ class Training:
     def now(self) -> Progress:
         """How far the run has come, in numbers that are equal on all workers."""
         state = self.state
-        return Progress(state.step, self.components.source.epochs(state.position), state.seconds)
+        return Progress(state.step, self.components.batches.source.epochs(state.position), state.seconds)
 
     # What workers send each other with each loss, to decide alike; the sums come back with the numbers of the step.
 

@@ -74,7 +74,7 @@ from manyhosts.strategies.materialise import is_meta
 from manyhosts.strategies.strategy import Shard, Strategy
 from manyhosts.training.consistency.same_given import compare_data, compare_descriptions, described, settings_compared
 from manyhosts.training.loop import learning_rate
-from manyhosts.training.loop.source import Source, make_source
+from manyhosts.training.loop.source import Source, TrainBatches, make_source
 from manyhosts.training.own_loop.own_step import OwnStep
 from manyhosts.training.setup.choose_strategy import Given, choose, look_ahead, make_strategy
 from manyhosts.training.telemetry.watching import Watcher
@@ -118,12 +118,9 @@ class Components:
     watcher: Watcher | None
     auditor: Auditor | None
     """What compares parts that several workers compute; None where that was not asked for."""
-    source: Source
+    batches: TrainBatches
     initial_optimizer: InitialOptimizer
     """Optimizer and schedule before the first step."""
-    data_identity: DataIdentity
-    batch: int
-    """The global batch: that of the beginning, however many workers there are later."""
     watched_loss: str
     """What the loss of a validation is called: `loss`, or `clean/loss` of the first of several sets."""
     weighing: Weighing
@@ -131,12 +128,8 @@ class Components:
     """Of the model before it was placed."""
     frozen_base: FrozenBase
     """What snapshots of a model with adapters do without."""
-    make_source: Callable[[int], Source]
-    """The source for a global batch and this worker's present place."""
     own_step: OwnStep | None
     """What a step does, where the script has written it."""
-    objects: Mapping[str, OwnStep]
-    """By name, what else snapshots and new workers need: kept and restored with model and optimizer."""
 
     @property
     def model(self) -> nn.Module:
@@ -159,14 +152,14 @@ class Components:
 
     def cut_batches(self) -> CutBatches:
         """The batches of now, where their cut may change from one step to the next."""
-        cuts = self.source.cuts
+        cuts = self.batches.source.cuts
         assert cuts is not None, "make_source() has refused what cannot be cut otherwise"
-        return CutBatches(cuts, self.batch, self.world.rank)
+        return CutBatches(cuts, self.batches.size, self.world.rank)
 
-    def recut(self, batch: int) -> None:
+    def recut(self) -> None:
         """Read from now on what this worker's place is to read of each global batch. Every worker calls this."""
-        self.batch, self.source = batch, self.make_source(batch)
-        self.warmup = learning_rate.WarmUp.of(self.settings.warmup, self.source.steps_per_epoch)
+        self.batches.recut()
+        self.warmup = learning_rate.WarmUp.of(self.settings.warmup, self.batches.source.steps_per_epoch)
 
 
 def batch_of(settings: Settings, mesh: Mesh) -> int:
@@ -304,8 +297,13 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         return make_source(data, settings, batch=batch, cut=cut, world=world)
 
     own = {id(each) for each in placed.parameters()}
-    batch = batch_of(settings, strategy.mesh)
-    source = cut_source(batch)
+    identity = DataIdentity(
+        data.train,
+        seed=settings.seed,
+        elsewhere=settings.loader_workers not in (0, "auto"),
+        weights=_drawn(data, settings),
+    )
+    batches = TrainBatches(cut_source, batch_of(settings, strategy.mesh), identity)
     options = options_of(made_optimizer)
     made_schedule = _make_schedule(schedule, made_optimizer, data, settings)
     schedules = {} if made_schedule is None else {"": made_schedule}
@@ -323,7 +321,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         optimizer=made_optimizer,
         schedule=made_schedule,
         schedules=schedules,
-        warmup=learning_rate.WarmUp.of(settings.warmup, source.steps_per_epoch),
+        warmup=learning_rate.WarmUp.of(settings.warmup, batches.source.steps_per_epoch),
         precision=precision,
         compute=compute,
         callbacks=callbacks,
@@ -334,24 +332,15 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
         replaced=[(name, each) for name, each in uncut if id(each()) not in own],
         watcher=watcher,
         auditor=auditor,
-        source=source,
+        batches=batches,
         initial_optimizer=InitialOptimizer.of(
             made_optimizer, schedules, named=each_of(made_optimizer), options=options, model=placed
         ),
-        data_identity=DataIdentity(
-            data.train,
-            seed=settings.seed,
-            elsewhere=settings.loader_workers not in (0, "auto"),
-            weights=_drawn(data, settings),
-        ),
-        batch=batch,
         watched_loss=loss_of_first(data.validation),
         weighing=weighing,
         own_fingerprint=own_fingerprint,
         frozen_base=FrozenBase(model_of(placed), strategy.holding, world),
-        make_source=cut_source,
         own_step=own_step,
-        objects={} if own_step is None else {"own loop": own_step},
     )
 
 

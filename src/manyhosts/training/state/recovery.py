@@ -127,7 +127,7 @@ class SharedTraining:
         """Train with the workers of now, each of which is as far as worker `source`."""
         run, loop, world = self.run, self.loop, self.components.world
         before = self._stream if self._epoch == run.position.epoch else {}
-        run.stream = self.components.source.met(run.stream, before)
+        run.stream = self.components.batches.source.met(run.stream, before)
         new = progress[world.rank].step == NO_STATE
         gone = max(0, self.size - (group.size - len(group.newcomers)))
         lost_now = self.provider.resync(source, new=new, gone=gone)

@@ -31,6 +31,8 @@ from manyhosts.training.consistency.same_weights import own_statistics
 from manyhosts.training.setup.build import Components
 from manyhosts.training.state.run_state import RunState
 
+_OWN_LOOP = "own loop"
+
 
 class TrainerState:
     """What one trainer holds that a new worker lacks."""
@@ -61,7 +63,7 @@ class TrainerState:
         """Train with the workers of now; see `Strategy.resync`. All of them call this."""
         components, membership = self.components, self.components.world.membership
         assert membership is not None, "only then do workers change"
-        components.recut(components.batch)
+        components.recut()
         lost = [components.strategy.resync(source, new=new, gone=gone)]
         if gone and own_statistics(components):  # a new worker begins with those of another, which count once more
             of_whom = "a lost worker's" if gone == 1 else f"{gone} lost workers'"
@@ -77,7 +79,7 @@ class TrainerState:
         return {
             "kept": _equal_everywhere(self.components) if but_parts else given_to_copy(self.components),
             "strategy": self.components.strategy.shared_state(),
-            "batch": self.components.batch,
+            "batch": self.components.batches.size,
             "initial optimizer": None if but_parts else self.components.initial_optimizer.given(),
             "run": None if self.run is None else self.run.to_dict(),
         }
@@ -90,7 +92,7 @@ class TrainerState:
         take_up(self.components, taken_from_copy(self.components, given["kept"]), own=own)
         if not own:
             self.components.strategy.take_shared(given["strategy"])
-        self.components.batch = given["batch"]
+        self.components.batches.size = given["batch"]
         if given["initial optimizer"] is not None:
             self.components.initial_optimizer = self.components.initial_optimizer.taken(given["initial optimizer"])
         if self.run is not None and given["run"] is not None:
@@ -139,12 +141,13 @@ def training_state_dict(components: Components) -> dict[str, Any]:
 
 def _equal_everywhere(components: Components) -> dict[str, Any]:
     """Of that what is equal on all workers, also where each has a part of the model."""
+    own_step = components.own_step
     evaluating = [name for name, each in components.trained.named_modules() if not each.training]
     return {
         "schedule": {} if components.schedule is None else without_functions(components.schedule.state_dict()),
         "scaler": components.precision.state_dict(),
         "random": {"torch": torch.get_rng_state()},
-        "objects": {name: each.state_dict() for name, each in components.objects.items()},
+        "objects": {} if own_step is None else {_OWN_LOOP: own_step.state_dict()},
         **({} if components.strategy.mesh.size("pipe") > 1 else {"evaluating": evaluating}),
     }
 
@@ -157,9 +160,7 @@ def take_up(components: Components, kept: Mapping[str, Any], *, own: bool = Fals
     """
     if not own:
         put_weights(components, kept)
-        put_transient(
-            components.trained, kept.get("buffers", {})
-        )  # snapshots of before have none: the script made them
+        put_transient(components.trained, kept.get("buffers", {}))  # none in snapshots of before: the script made them
         load_by_name(components.optimizer, components.trained, kept["optimizer"])
         components.callbacks.load_state_dict(kept.get("callbacks", {}), components.moment())
     if components.schedule is not None and schedule:
@@ -170,10 +171,9 @@ def take_up(components: Components, kept: Mapping[str, Any], *, own: bool = Fals
         evaluating = set(kept["evaluating"])
         for name, module in components.trained.named_modules():
             module.training = name not in evaluating
-    for name, each in components.objects.items():
-        if name in kept.get("objects", {}):  # snapshots of before have none
-            state = kept["objects"][name]
-            each.load_state_dict(state if schedule else {**state, "schedulers": {}})
+    # Snapshots of before have none.
+    if components.own_step is not None and (state := kept.get("objects", {}).get(_OWN_LOOP)) is not None:
+        components.own_step.load_state_dict(state if schedule else {**state, "schedulers": {}})
 
 
 def state_of(stored: Mapping[str, Any], components: Components) -> Mapping[str, Any]:

@@ -168,9 +168,9 @@ def asked_of(settings: Settings, components: Components) -> dict[str, Any]:
         "early_stopping": plain_settings(settings.early_stopping or EarlyStopping(components.watched_loss, mode="min")),
         **({} if settings.best is None else {"best": plain_settings(settings.best)}),
         "stops_early": settings.early_stopping is not None,
-        "batch_size": components.batch,
+        "batch_size": components.batches.size,
         **components.initial_optimizer.asked,
-        "data": components.data_identity(),
+        "data": components.batches.identity(),
     }
 
 

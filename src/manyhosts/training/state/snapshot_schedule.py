@@ -267,9 +267,9 @@ class SnapshotSchedule:
         """
         world = self.components.world
         if world.size > 1 and self.components.watcher is None:  # who watches looks for the reason in what was trained
-            compare_samples(world, self.components.data_identity())
+            compare_samples(world, self.components.batches.identity())
         elif world.is_rank_0:
-            self.components.data_identity()  # now, and not when the first snapshot is made
+            self.components.batches.identity()  # now, and not when the first snapshot is made
         if self.second is not None:
             self.store.gather()
             self.second.prepare(self.components.fits())
@@ -330,7 +330,9 @@ class SnapshotSchedule:
         if "kept back" not in self.changes.keys:
             components.strategy.load_state_dict(loaded.owns.under("strategy"))
         self._change(state)
-        stream = components.source.of_snapshot(loaded.owns.under("stream"), components.world.rank, state.position)
+        stream = components.batches.source.of_snapshot(
+            loaded.owns.under("stream"), components.world.rank, state.position
+        )
         state.stream = dict(stream)  # read now, while the snapshot is there
         loaded.ahead.clear()
         if not components.world.any(self.lacks_best(state)):
@@ -348,7 +350,7 @@ class SnapshotSchedule:
 
     def _change(self, state: RunState) -> None:
         """Have in `state` what follows from the changes."""
-        begin = self.components.source.begin(state.position)
+        begin = self.components.batches.source.begin(state.position)
         if begin != state.position:
             state.position, state.epoch_loss, state.epoch_weight = begin, 0.0, 0.0
             state.epoch_samples, state.epoch_seconds = 0, 0.0

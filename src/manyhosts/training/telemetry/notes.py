@@ -20,7 +20,7 @@ from manyhosts.training.state.snapshot_schedule import SnapshotSchedule
 def announce(training: Training, loaded: Loaded | None, *, why_not_survive: str) -> None:
     """Report where a run begins, and with what. `loaded`: the snapshot; `why_not_survive`: see `notes`."""
     state, run_log = training.state, training.run_log
-    per_epoch, place = training.components.source.steps_per_epoch, training.now()
+    per_epoch, place = training.components.batches.source.steps_per_epoch, training.now()
     run_log.resume_samples(state.step)
     run_log.started = RunStarted(
         step=state.step,
@@ -65,7 +65,7 @@ def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> Iter
         yield f"{100 * settings.audit:.3g} % of the parts are computed again by another worker (audit)"
     most, counted = settings.micro_batch_size, counted_workers(settings, components.strategy.mesh)
     layers = [name for name, each in components.model.named_modules() if isinstance(each, _BatchNorm)]
-    if layers and most is not None and most * counted < components.batch:
+    if layers and most is not None and most * counted < components.batches.size:
         yield (
             f"BatchNorm ({layers[0]!r}) sees micro-batches and not the entire batch, so micro_batch_size={most} "
             "changes the model"
@@ -94,7 +94,7 @@ def about_loss(components: Components, why_not_survive: str) -> Iterator[str]:
 
 def about_warm_up(training: Training) -> Iterator[str]:
     """That it is longer than the run."""
-    warmup, per_epoch = training.components.warmup.steps, training.components.source.steps_per_epoch
+    warmup, per_epoch = training.components.warmup.steps, training.components.batches.source.steps_per_epoch
     steps = total_steps(training.limit, per_epoch, training.now())
     if steps is not None and warmup > steps:
         yield f"the warm-up takes {warmup} steps and the run {steps}: the learning rate never comes to its full value"
@@ -102,10 +102,10 @@ def about_warm_up(training: Training) -> Iterator[str]:
 
 def about_batch(components: Components) -> Iterator[str]:
     """That there are fewer samples than a batch has."""
-    samples = getattr(getattr(components.source, "order", None), "length", components.batch)
-    if samples < components.batch:
+    samples = getattr(getattr(components.batches.source, "order", None), "length", components.batches.size)
+    if samples < components.batches.size:
         count = "1 sample" if samples == 1 else f"{samples} samples"
-        yield f"the train set has {count}, and a batch {components.batch}: an epoch is one step of all of it"
+        yield f"the train set has {count}, and a batch {components.batches.size}: an epoch is one step of all of it"
 
 
 def about_resume(components: Components, snapshot_schedule: SnapshotSchedule, finished: str) -> Iterator[str]:
@@ -119,5 +119,5 @@ def about_resume(components: Components, snapshot_schedule: SnapshotSchedule, fi
         lost := lost_steps(snapshot_schedule.directory.metrics, snapshot_schedule.saved_at)
     ):
         yield f"metrics.jsonl has no line of {lost}: somebody or a disk has lost them, and summary and report lack them"
-    if components.world.is_rank_0 and (unknown := components.data_identity().get("unknown")):
+    if components.world.is_rank_0 and (unknown := components.batches.identity().get("unknown")):
         yield f"no sample of the training set is compared when the run continues: {unknown}"

@@ -167,13 +167,13 @@ class RunLog:
                     "threads": str(torch.get_num_threads()),
                     "workers": str(self.world.size),
                 },
-                identity=components.data_identity(),
+                identity=components.batches.identity(),
                 described={
                     "architecture": str(components.model),
                     "parameters": f"{sum(math.prod(shape) for _, shape in components.own_fingerprint.values()):,}",
                     "optimizer": "; ".join(optimizer_described(components.optimizer).values()),
                     "schedule": type(components.schedule).__qualname__ if components.schedule is not None else "none",
-                    "data": components.data_identity.described(),
+                    "data": components.batches.identity.described(),
                 },
             )
         except OSError as cause:

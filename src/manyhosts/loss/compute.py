@@ -379,7 +379,13 @@ def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
         )
 
 
-_WHO = {STEP: "step", EVALUATE: "evaluate", "run.backward": "the function that run.backward was given"}
+OVER_BATCH = "run.backward(over_batch=…)"
+_WHO = {
+    STEP: "step",
+    EVALUATE: "evaluate",
+    "run.backward": "the function that run.backward was given",
+    OVER_BATCH: "the function over_batch",
+}
 """What a script calls what returns a loss, by where it is given."""
 
 
@@ -427,6 +433,8 @@ def number_of(name: str, value: Any, device: torch.device, where: str, dtype: to
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.to(device)
     try:
+        if isinstance(value, str):
+            raise TypeError("float would read it")
         return torch.tensor(float(value), dtype=dtype, device=device)
     except (TypeError, ValueError, OverflowError, RuntimeError) as cause:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""

@@ -66,6 +66,17 @@ def test_model_that_is_stepped_is_trained_in_training_mode_and_that_is_said(tmp_
     assert any("the model 'net' was in evaluation mode" in note for note in notes(tmp_path))
 
 
+def test_parameters_of_a_stepped_model_that_no_optimizer_steps_are_named(tmp_path: Path) -> None:
+    def optimizers(first: int) -> dict[str, Any]:
+        return {"net": lambda params: torch.optim.SGD(list(params)[first:], 0.1)}
+
+    made(tmp_path / "all", optimizers=optimizers(0)).fit(trained, "1 step")
+    assert not any("no optimizer steps" in note for note in notes(tmp_path / "all"))
+    made(tmp_path / "some", optimizers=optimizers(2)).fit(trained, "1 step")
+    [note] = [note for note in notes(tmp_path / "some") if "no optimizer steps" in note]
+    assert note.startswith("no optimizer steps 0.weight, 0.bias of the model 'net'")
+
+
 def test_norm_alone_stays_in_evaluation_mode_on_both_faces(tmp_path: Path) -> None:
     def frozen() -> nn.Module:
         model = Normed()

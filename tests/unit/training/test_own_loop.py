@@ -141,6 +141,12 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=math.nan)), "clip is nan"),
         (lambda run: run.backward(counting(run, -1), "one"), "count is -4"),
         (lambda run: run.backward(counting(run, math.nan), "one"), "count is nan"),
+        (lambda run: run.backward(counting(run, "3"), "one"), "'count' is a str"),
+        (lambda run: run.log(much="3"), "'much' is a str"),
+        (
+            lambda run: run.backward(lambda batch: batch[0], "one", over_batch=lambda rows: 1.0),
+            "over_batch returned a f",
+        ),
         (lambda run: run.backward(counting(run, torch.ones(4)), "one"), r"'count' is a Tensor of shape \(4,\)"),
         (lambda run: run.backward(lambda batch: batch[0].mean(0, True), "one", over_batch=torch.std), "1 rows for 4"),
         (lambda run: run.backward(lambda batch: {"rows": batch[0]}, "one", over_batch=torch.std), "gives a dict"),

@@ -36,7 +36,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.loss.compute import ForwardPass, check_gradient, step_values
+from manyhosts.loss.compute import OVER_BATCH, ForwardPass, check_gradient, step_values
 from manyhosts.model.buffers import BufferCopies, ParameterCopies
 from manyhosts.model.combined_optimizer import CombinedOptimizer
 from manyhosts.model.held_values import Held, HeldValues, changed_attributes
@@ -237,6 +237,14 @@ class OwnStep:
                 sums = self.strategy.make_group(parameters)
             has_all = len({id(parameter) for parameter in parameters}) == len(self._placed)
             self.groups[name] = Group(name, each, parameters, schedulers.get(name), sums, has_all)
+        stepped = {each for group in self.groups.values() for each in group.parameters}
+        self.world.notes += (
+            f"no optimizer steps {_first(left)} of the model {name!r}, and it steps others of it: give them to one in "
+            "optimizers={…}, or freeze what is to stay as it is (requires_grad_(False))"
+            for name, model in self.model.named_children()
+            if not stepped.isdisjoint(model.parameters())  # not of a teacher, a target network
+            and (left := [key for key, each in model.named_parameters() if each.requires_grad and each not in stepped])
+        )
         return schedulers
 
     def _held(self) -> HeldValues:
@@ -536,8 +544,8 @@ class OwnStep:
         trained = [each for each in group.parameters if each.requires_grad]
         self._seed(self.calls, 1)
         with self.compute.context():
-            values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), "run.backward")
-        check_gradient(values["loss"], "run.backward(over_batch=…)", of="or row that it is given")
+            values = step_values(over_batch(leaves[0] if len(leaves) == 1 else tuple(leaves)), OVER_BATCH)
+        check_gradient(values["loss"], OVER_BATCH, of="or row that it is given")
         found = torch.autograd.grad(values["loss"], [*moved, *trained], allow_unused=True)
         gradients = iter(found)
         by_row = [next(gradients) if each.requires_grad else None for each in leaves]
@@ -556,7 +564,7 @@ class OwnStep:
                 if gradient is not None
             )
             found = sum(pairs, zero)
-            check_gradient(found, "run.backward(over_batch=…)", of=f"that optimizer {group.name!r} steps")
+            check_gradient(found, OVER_BATCH, of=f"that optimizer {group.name!r} steps")
             return {"loss": found}
 
         self.verbs.backward(self.pieces or [], surrogate)
@@ -579,7 +587,7 @@ class OwnStep:
                 continue
             raise ConfigError(
                 f"the function that gives rows to over_batch gives {what}",
-                where="run.backward(over_batch=…)",
+                where=OVER_BATCH,
                 fix="give a tensor with a row for each sample, or a tuple of such: two views are two tensors",
             )
 
@@ -724,7 +732,7 @@ def _refuse_others(rows: Sequence[Tensor], before: Sequence[Tensor]) -> None:
             raise ConfigError(
                 "the function that gives rows to over_batch gives others when it is called again for the same "
                 "micro-batch: it is called twice, without a graph and with one",
-                where="run.backward(over_batch=…)",
+                where=OVER_BATCH,
                 fix="draw in it by torch's own generator alone, which begins again, and take what comes from an "
                 "iterator, or from a generator of the script's own, in the step, before run.backward",
             )
@@ -742,17 +750,21 @@ def _of_nothing(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]
     return {**none, "loss": sum(used, none["loss"].detach())}
 
 
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _of_others(modules: Collection[str], iterators: Sequence[str]) -> Iterator[str]:
     """What to say of modules and iterators that the step's code names and the run does not have."""
     if modules:
         yield (
-            f"the step uses {', '.join(list(modules)[:3])}, and mh.Run was not given it: where it changes (a target "
+            f"the step uses {_first(list(modules))}, and mh.Run was not given it: where it changes (a target "
             "network, an average), give it in models=, and optimizers={NAME: …} for those that are trained; else no "
             "snapshot has it, and workers may come to differ"
         )
     if iterators:
         yield (
-            f"the step uses {', '.join(iterators[:3])}, an iterator: no snapshot has where it is, so a resumed run and "
+            f"the step uses {_first(iterators)}, an iterator: no snapshot has where it is, so a resumed run and "
             "a worker that comes later begin it again; index a dataset by run.steps_done in its place, or put the "
             "samples of both sets into the one of mh.Data"
         )

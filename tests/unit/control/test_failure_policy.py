@@ -79,3 +79,23 @@ def test_run_that_makes_no_progress_ends_with_the_last_failure(known: str, what:
     scene.break_off(7, known)
     assert scene.regroup.ended
     assert scene.result().what == f"{what}, failure 4 in a row without one more step; 1 other worker was ended"
+
+
+def test_workers_that_end_again_and_again_before_they_join_are_named_and_their_place_is_left_empty() -> None:
+    scene = Scene()
+    for member in scene.regroup.group_state.members.values():
+        member.most = 4  # virtual workers: who is left trains on meanwhile
+    scene.end(1, signal=9)
+    scene.ask(0, 5)
+    assert scene.regroup.group_state.order == [0]
+    assert not scene.regroup.group_state.broken, "the others train"
+    said: list[str] = scene.state.display.said
+    assert not [text for text in said if "before it joined" in text]
+    for number in range(2, 3 + MOST_WITHOUT_PROGRESS):
+        assert max(scene.state.running) == number
+        scene.end(number, signal=9)
+        expected = "another is started" if number < 2 + MOST_WITHOUT_PROGRESS else "no other is started in its place"
+        assert said[-1].startswith("manyhosts: rank 1 on host n1 was killed by SIGKILL, before it joined the others")
+        assert said[-1].endswith(expected)
+    assert scene.state.running == {0}
+    assert not scene.regroup.ended

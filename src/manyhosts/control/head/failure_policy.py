@@ -244,12 +244,19 @@ class FailurePolicy:
         if self._state.job.is_elastic and not self._agents.are_enough:
             return False
         regroup = self._worker_group.regroup
-        hosts_left = {
-            member.node for member in regroup.group_state.members.values() if member.number in self._state.running
-        }
+        members = regroup.group_state.members
+        hosts_left = {member.node for member in members.values() if member.number in self._state.running}
         if failure.wrong and len(hosts_left) < (self._state.job.least_nodes or 1):
             return False
-        return regroup.goes_on_without(number, failure.reported(0).what, replace=self._worker_group.successor)
+        lost, what = members.get(number), failure.reported(0).what
+        if not regroup.goes_on_without(number, what, replace=self._worker_group.successor):
+            return False
+        if lost is not None and lost.late:  # the others have heard nothing of it
+            place = (lost.node, lost.local_rank)
+            again = any((member.node, member.local_rank) == place for member in members.values())
+            then = "another is started" if again else "no other is started in its place"
+            self._state.display.warn(f"manyhosts: {what}, before it joined the others; {then}")
+        return True
 
     def _end_without_progress(self) -> None:
         """All who are left wait to continue from where they were the last times: they do not any more.

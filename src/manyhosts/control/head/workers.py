@@ -8,7 +8,7 @@ from typing import Any
 from manyhosts.control import variables
 from manyhosts.control.head.agents import Agents
 from manyhosts.control.head.failures import Failure
-from manyhosts.control.head.group_state import Member
+from manyhosts.control.head.group_state import MOST_WITHOUT_PROGRESS, Member
 from manyhosts.control.head.membership import GroupCoordinator
 from manyhosts.control.head.state import HeadState, Node
 from manyhosts.control.head.store import Asker, KeyValueStore, Store, Then
@@ -43,6 +43,8 @@ class WorkerGroup:
         """By node: workers to be started when its agent is back, to join those that train."""
         self._left_out: set[tuple[int, int]] = set()
         """Node and local rank of workers that computed wrongly: they are not replaced in this start of the job."""
+        self._never_joined: dict[tuple[int, int], int] = {}
+        """By node and local rank: how many in a row, started while others train, have ended before they joined them."""
 
     def _regroup(self, generation: int) -> GroupCoordinator:
         return GroupCoordinator(self._state.loop, self, generation, hang_timeout_s=self._state.job.hang_timeout_s)
@@ -185,8 +187,13 @@ class WorkerGroup:
         self.kill_member(member)
 
     def successor(self, lost: Member) -> Member | None:
-        """The worker that replaces another; None where that was left out, or the run can do without its node."""
-        if (lost.node, lost.local_rank) in self._left_out:
+        """The worker that replaces another; None where that was left out, or the run can do without its node.
+
+        None, too, after several in its place that never joined the others.
+        """
+        place = (lost.node, lost.local_rank)
+        self._never_joined[place] = self._never_joined.get(place, 0) + 1 if lost.late else 0
+        if place in self._left_out or self._never_joined[place] > MOST_WITHOUT_PROGRESS:
             return None
         if self._state.job.is_elastic and self._agents.nodes[lost.node].channel is None:
             return None

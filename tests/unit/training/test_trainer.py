@@ -398,3 +398,14 @@ def test_compiled_model_trains_to_the_same_weights(tmp_path: Path) -> None:
     compiled.fit("3 steps")
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(compiled.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_finished_run_says_that_nothing_trains_with_what_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = trainer(tmp_path).fit("3 steps").weights_sha256
+    capsys.readouterr()
+    slower = trainer(tmp_path, optimizer=lambda params: torch.optim.SGD(params, lr=0.01))
+    assert slower.fit("3 steps").weights_sha256 == ended
+    said = "this run is finished (all 3 steps done), so these new settings are not used: lr 0.1 → 0.01; ask"
+    assert said in " ".join(capsys.readouterr().out.split())

@@ -75,7 +75,9 @@ def notes(training: Training, *, is_resumed: bool, why_not_survive: str) -> Iter
         yield about_rate
     yield from about_loss(components, why_not_survive)
     if finished:
-        yield f"this run is finished ({finished}); ask for a longer one, or choose another run directory"
+        said = snapshot_schedule.changes.said
+        unused = f", so these new settings are not used: {', '.join(said)}" if said else ""
+        yield f"this run is finished ({finished}){unused}; ask for a longer one, or choose another run directory"
 
 
 def about_loss(components: Components, why_not_survive: str) -> Iterator[str]:

@@ -135,10 +135,10 @@ class Callback:
 
 
 _ARGUMENTS = {
-    "EarlyStopping": 'it is an argument of its own: mh.Trainer(early_stopping=mh.EarlyStopping("loss"))',
-    "ModelCheckpoint": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"), best="loss")',
+    "EarlyStopping": 'it is an argument of its own: mh.Trainer(early_stopping=mh.EarlyStopping("{metric}"))',
+    "ModelCheckpoint": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"), best="{metric}")',
     "Snapshots": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"))',
-    "Best": 'it is an argument of its own: mh.Trainer(best="loss")',
+    "Best": 'it is an argument of its own: mh.Trainer(best="{metric}")',
 }
 """What no callback does here, ours and those of others, by the name of its class."""
 
@@ -213,6 +213,7 @@ class Callbacks:
         alone = not isinstance(given, Iterable)
         if wrong := [given] if alone else [each for each in given if not isinstance(each, Callback)]:
             found: Any = wrong[0]
+            metric = str(getattr(found, "metric", None) or getattr(found, "monitor", None) or "loss")
             kind = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
             raise ConfigError(
                 f"callbacks is one {type(found).__name__}, no list" if alone else f"a callback is {kind}",
@@ -221,7 +222,7 @@ class Callbacks:
                     type(found).__name__,
                     "write callbacks=[…] with objects of classes that build on mh.Callback; functions that only watch "
                     "are listeners=[function]",
-                ),
+                ).format(metric=metric.removeprefix("val_")),
             )
         self.by_name: dict[str, Callback] = {}
         for each in given:

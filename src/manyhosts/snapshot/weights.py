@@ -24,7 +24,7 @@ _FIX = (
 SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
-def load(run_dir: str | Path, *, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
+def load(run_dir: str | Path, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
     """The `state_dict` of a run's model, on the CPU, with the names that the model itself has.
 
     Of an `mh.Run` each name begins with its model's: `generator.0.weight`.

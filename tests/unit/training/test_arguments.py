@@ -134,9 +134,9 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
         'early_stopping=mh.EarlyStopping("loss")',
     ),
     "early stopping as the callbacks": (
-        lambda: trainer(callbacks=mh.EarlyStopping("loss")),
+        lambda: trainer(callbacks=mh.EarlyStopping("accuracy")),
         "callbacks is one EarlyStopping, no list",
-        'early_stopping=mh.EarlyStopping("loss")',
+        'early_stopping=mh.EarlyStopping("accuracy")',
     ),
     "the path of the samples": (lambda: mh.Data("photos/"), "the train set is a str", "ImageFolder"),  # type: ignore[arg-type]  # the slip
     "inputs and targets in a tuple": (

@@ -136,7 +136,8 @@ class Callback:
 
 _ARGUMENTS = {
     "EarlyStopping": 'it is an argument of its own: mh.Trainer(early_stopping=mh.EarlyStopping("{metric}"))',
-    "ModelCheckpoint": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"), best="{metric}")',
+    "ModelCheckpoint": "it is two arguments of their own: "
+    'mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"), best="{metric}")',
     "Snapshots": 'it is an argument of its own: mh.Trainer(snapshots=mh.Snapshots(every="1 epoch"))',
     "Best": 'it is an argument of its own: mh.Trainer(best="{metric}")',
 }

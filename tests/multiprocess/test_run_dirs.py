@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,4 +50,15 @@ def test_runs_that_start_in_the_same_second_have_a_directory_each(tmp_path: Path
 def test_run_that_never_began_leaves_no_directory(tmp_path: Path) -> None:
     words = [*MANYHOSTS, "run", "--hosts", "nowhere.invalid", str(write_script(tmp_path, "print('ran')"))]
     assert subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, timeout=120).returncode != 0
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize("what", ["print", "'script.py'"])
+def test_call_from_python_that_never_began_leaves_no_directory(what: str, tmp_path: Path) -> None:
+    write_script(tmp_path, "print('ran')")
+    call = f"import manyhosts as mh; mh.launch.run({what}, [], hosts=['nowhere.invalid'])"
+    done = subprocess.run(
+        [sys.executable, "-c", call], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, "nowhere.invalid" in done.stderr) == (3, True), done.stderr
     assert not list((tmp_path / "runs").glob("*"))

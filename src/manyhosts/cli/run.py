@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import os
@@ -235,8 +234,7 @@ def run(**words: Any) -> int:
         finally:
             display.close()
             if not job.run_dir_is_chosen:
-                with contextlib.suppress(OSError):
-                    job.run_dir.rmdir()  # of a run that never began: an empty one
+                run_directory.drop_if_empty(job.run_dir)
     named_runs.keep_interruption(job.run_dir, interrupted=code == _INTERRUPTED)
     return code
 

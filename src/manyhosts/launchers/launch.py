@@ -12,7 +12,7 @@ from manyhosts.control.job import Job
 from manyhosts.launchers import scripts
 from manyhosts.launchers.launcher import LAUNCHERS
 from manyhosts.launchers.named_runs import keep_handle
-from manyhosts.records.run_directory import claimed
+from manyhosts.records.run_directory import claimed, drop_if_empty
 
 
 def run(  # noqa: PLR0913  # what `manyhosts run` takes
@@ -55,9 +55,13 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
         preload=scripts.preload(program, "script"),
         uses_manyhosts=scripts.uses_manyhosts(program, "script"),
     )
-    scripts.check_run_dir(job)
-    keep_handle(job.run_dir, "")
-    return LAUNCHERS.load("ssh" if hosts else "local")().run(job, display)
+    try:
+        scripts.check_run_dir(job)
+        keep_handle(job.run_dir, "")
+        return LAUNCHERS.load("ssh" if hosts else "local")().run(job, display)
+    finally:
+        if run_dir is None:
+            drop_if_empty(job.run_dir)
 
 
 def new_run_dir(program: str) -> Path:

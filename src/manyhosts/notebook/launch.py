@@ -23,7 +23,7 @@ from manyhosts.errors import ConfigError, ManyhostsError
 from manyhosts.launchers import launch
 from manyhosts.listeners.terminal import live_line
 from manyhosts.notebook.worker import FUNCTION, RESULT
-from manyhosts.records.run_directory import claimed
+from manyhosts.records.run_directory import claimed, drop_if_empty
 
 _WIDTH = 100
 
@@ -210,8 +210,8 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
             fix="call it in the main thread: in a cell itself",
         )
     name = re.sub(r"\W+", "-", getattr(task, "__name__", "function")).strip("-") or "function"
-    place = Path(run_dir).absolute() if run_dir is not None else claimed(launch.new_run_dir(name))
     packed = _packed(task, arguments)
+    place = Path(run_dir).absolute() if run_dir is not None else claimed(launch.new_run_dir(name))
     if display is None:
         display = CellDisplay() if in_notebook() else PlainDisplay(sys.stdout, sys.stderr)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=Path.cwd()))  # below it: hosts are brought what is there
@@ -227,6 +227,8 @@ def run(  # noqa: PLR0913  # what `manyhosts run` takes
     finally:
         display.close()
         shutil.rmtree(folder, ignore_errors=True)
+        if run_dir is None:
+            drop_if_empty(place)
     if code == _INTERRUPTED:
         raise Interrupted
     return _result(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -205,6 +206,12 @@ def claimed(base: Path) -> Path:
                 return path
     except OSError as cause:
         raise _cannot_make(path.absolute(), cause) from cause
+
+
+def drop_if_empty(path: Path) -> None:
+    """Remove what `claimed` has made, where the run never began."""
+    with contextlib.suppress(OSError):  # it holds something, as a rule
+        path.rmdir()
 
 
 def _cannot_make(path: Path, cause: OSError) -> ConfigError:

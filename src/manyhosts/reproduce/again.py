@@ -22,7 +22,7 @@ from manyhosts.launchers.launch import new_run_dir
 from manyhosts.records import provenance
 from manyhosts.records.atomic_file import read_json, write_json
 from manyhosts.records.provenance import DIFF, NAME, Provenance, git
-from manyhosts.records.run_directory import claimed
+from manyhosts.records.run_directory import claimed, drop_if_empty
 from manyhosts.records.run_record import RunRecord
 from manyhosts.report.run import WELL, read_run
 from manyhosts.reproduce.differences import Difference, differences
@@ -142,6 +142,7 @@ class Again:
             env=self._environment(root),
             stdout=sys.stderr if quiet else None,
         )
+        drop_if_empty(self.run_dir_again)
         reported, now = self.differences_before(root), ""
         if code == 0:
             again = read_run(self.run_dir_again)

@@ -317,8 +317,7 @@ class RunDirLock:
         if self._lock is not None:
             self._lock.release()
         if self._made:
-            with contextlib.suppress(OSError):  # it holds something, as a rule
-                self._state.job.run_dir.rmdir()
+            run_directory.drop_if_empty(self._state.job.run_dir)
 
     def resume_command(self) -> str:
         """What the user types to resume this run; empty where there is nothing to continue with."""

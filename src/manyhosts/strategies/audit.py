@@ -18,7 +18,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +138,7 @@ class Auditor:
         """Whether workers have come, or all begin, so that some have no such step yet."""
         self.equal_at = 0
         """The last step in which all workers had equal weights."""
+        self.all_compute = False  # the third workers, too, where parts keep something that a later pass needs
         self.compared = 0
         """Parts that were computed again, on all workers together, and had the same bits."""
         at_start = not world.is_joining and (world.membership is None or not world.membership.group)
@@ -200,13 +201,13 @@ class Auditor:
     def begin(self, step: int, audits: Sequence[Auditable]) -> None:
         """`step` is about to be computed, with these audits: the same ones on every worker."""
         self.step, self.due = step, audits
-        own = [each.audit.part for each in audits if each.audit.owner == self.world.rank]
-        self.digests = {part: Digest(self.checksums) for part in own}
+        self.digests = {
+            each.audit.part: Digest(self.checksums) for each in audits if each.audit.owner == self.world.rank
+        }
         if self.fresh:
             # With the state that they begin with all agree.
-            before = self.agreed
-            self.agreed = {member.name: before.get(member.name, step - 1) for member in self.members}
-            self.equal_at = self.equal_at if before else step - 1
+            self.equal_at = self.equal_at if self.agreed else step - 1
+            self.agreed = {member.name: self.agreed.get(member.name, step - 1) for member in self.members}
             self.fresh = False
 
     def forget(self) -> None:
@@ -241,19 +242,21 @@ class Auditor:
         self.agreed |= {self.members[rank].name: self.step for audit in audits for rank in audit.ranks[:2]}
         self.equal_at = self.step
         self.compared += len(audits)
+        self.digests = {part: Digest(self.checksums) for part in self.digests}  # of the next pass, where a step has one
 
     def _of(self, each: Auditable, again: Again) -> int:
         """This worker's digest of an audited part, where it is the owner or the auditor."""
         if self.world.rank == each.audit.owner:
             return self.digests[each.audit.part].value
-        return again(each.audit.part, each.pieces) if self.world.rank == each.audit.auditor else _NOT_COMPUTED
+        computes = self.world.rank in (each.audit.ranks if self.all_compute else (each.audit.auditor,))
+        return again(each.audit.part, each.pieces) if computes else _NOT_COMPUTED
 
     def _reported(self, own: Sequence[int]) -> list[list[int]]:
         """What every worker has sent, by rank."""
-        found: list[list[int]] = self.world.stack(
-            torch.tensor(own, dtype=torch.int64, device=self.world.device)
-        ).tolist()
-        return found
+        return cast(
+            list[list[int]],
+            self.world.stack(torch.tensor(own, dtype=torch.int64, device=self.world.device)).tolist(),
+        )
 
     def name_odd(self, weights: int) -> None:
         """The workers were found to have other weights than each other: say who is wrong. Every worker calls this.

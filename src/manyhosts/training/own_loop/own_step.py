@@ -43,8 +43,10 @@ from manyhosts.model.held_values import Held, HeldValues, changed_attributes
 from manyhosts.model.optimizer_state import advance, without_functions
 from manyhosts.refusals import place_in_script
 from manyhosts.snapshot.flatten import flatten
+from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
+from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training.own_loop.parts import Parts, load
 from manyhosts.training.state.run_state import RunState
 
@@ -57,7 +59,7 @@ _INSTEAD = {
     "warmup": "give a scheduler that begins with a low rate: mh.Run(schedulers=…)",
     "schedule_every": "a scheduler moves on with each run.update of its optimizer: give it lengths in updates",
     "look_every": "leave it out: steps of the script's own are not called on a trial",
-    **dict.fromkeys(("audit", "compile", "lr_scaling", "activation_checkpointing"), "leave it out"),
+    **dict.fromkeys(("compile", "lr_scaling", "activation_checkpointing"), "leave it out"),
 }
 """What is for the step of a Trainer, and what to do in a loop of one's own."""
 _FEW = 1 << 14
@@ -173,6 +175,9 @@ class OwnStep:
         """What a call of this step was broken off by."""
         self.calls = 0
         """Backward passes of this step so far."""
+        self._begun: dict[int, tuple[int, dict[str, Any]]] | None = None
+        """Where parts are computed twice, for an audit or a loss over the batch: by the number of a part, its first
+        micro-batch and what the part kept before the pass. None: in this pass each is computed once."""
         self._placed: list[nn.Parameter] = []
         """All parameters: to walk through the models in every backward pass takes longer than a small one."""
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -187,8 +192,8 @@ class OwnStep:
         self._gradients: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
         """In the first steps: those that parameters had before the step, or after an update, and how often written."""
 
-    def use(self, strategy: Strategy, settings: Settings, world: World) -> None:
-        """Sum gradients by `strategy`, which has not placed the models yet.
+    def use(self, strategy: Strategy, settings: Settings, world: World, auditor: Auditor | None) -> None:
+        """Sum gradients by `strategy`, which has not placed the models yet. `auditor`: what it has compared.
 
         Raises:
             ConfigError: it cannot sum those of one optimizer at a time.
@@ -208,6 +213,7 @@ class OwnStep:
         if settings.virtual_workers or settings.micro_batch_size or world.is_shared:
             world.notes.append(_NOT_TRIED)
         self.strategy, self.settings, self.world, parts = strategy, settings, world, settings.virtual_workers
+        self.auditor = auditor
         self.parts = Parts(world, parts or world.size, stays=parts is not None)
 
     def begin(self, verbs: Verbs, run_state: RunState, *, remembers: bool) -> None:
@@ -263,7 +269,11 @@ class OwnStep:
 
     def make(self, pieces: Sequence[Piece], control_flags: Sequence[float]) -> tuple[StepOutcome, bool]:
         """Run the user's step. `control_flags` are summed over the workers. Returns also whether it counts."""
-        for each in pieces:  # a step may compute it several times
+        audited: list[Piece] = []
+        if self.auditor is not None:
+            audited = [piece for each in self.auditor.due for piece in each.pieces]
+            self.auditor.all_compute = bool(self.parts.kept) or not self.run_state.step
+        for each in [*pieces, *audited]:  # a step may compute it several times
             # Summed as they count, and divided at the end: a weight only distinguishes ghosts from samples here.
             each.bring, each.weight = repeat(each.batch).__next__, 1.0 if each.weight else 0.0
         self.pieces = pieces
@@ -281,7 +291,7 @@ class OwnStep:
         if not self.calls and not self.run_state.step:
             self.world.notes.append("the first step has called no run.backward: it has trained nothing")
         flags, are_kept = self._agree(control_flags)
-        kept = self.parts.end_step() if are_kept else self.parts.kept
+        kept = self.parts.end_step({piece.address[1] for piece in pieces}) if are_kept else self.parts.kept
         if is_good:
             self.parts.kept = kept
         else:
@@ -436,6 +446,8 @@ class OwnStep:
             if self._looks and group.name not in self.pending:
                 self._refuse_lost(group)
             self.calls += 1
+            is_audited = self.auditor is not None and bool(self.auditor.due)
+            self._begun = {} if is_audited or over_batch is not None else None
             added_to = group.parameters if group.name in self.pending else []
             old = [None if each.grad is None else each.grad.clone() for each in added_to]
             self.strategy.use_group(group.sums, call)  # within, only this group is given gradients
@@ -520,22 +532,7 @@ class OwnStep:
         First the rows of all parts, without a graph; then the loss, on every worker alike, and its gradient by each
         row; then each part again, from the same random numbers and what it keeps, and backward from that gradient.
         """
-        kept = self.parts.states()
-        buffers = BufferCopies(self.model)
-        buffers.keep()
-        own: dict[tuple[int, ...], list[Tensor]] = {}
-        with torch.no_grad(), self.verbs.around(0):
-            for piece in self.pieces or []:
-                found = self._called(rows_of, piece)
-                if piece.weight:
-                    rows = list(found) if isinstance(found, tuple) else [found]
-                    self._check_rows(rows, piece)
-                    own[piece.address[1:]] = rows
-        buffers.put_back()
-        self.parts.put_back(kept)
-        if self.strategy.statistics is not None:
-            self.strategy.statistics.take()
-        reported = dict(sorted(each for worker in gather(self.world, {"rows": own}) for each in worker["rows"].items()))
+        reported = self._rows_of_all(rows_of)
         leaves = [torch.cat(parts) for parts in zip(*reported.values(), strict=True)]
         places = [accumulate(map(len, parts), initial=0) for parts in zip(*reported.values(), strict=True)]
         begins = dict(zip(reported, zip(*places, strict=True), strict=False))
@@ -557,21 +554,61 @@ class OwnStep:
                 return {"loss": sum((each.sum() for each in rows), zero)}
             address = piece.address[1:]
             if self._looks:
-                _refuse_others(rows, own[address])
+                _refuse_others(rows, reported[address])
             pairs = (
                 (each * gradient[first : first + len(each)]).sum()
                 for each, gradient, first in zip(rows, by_row, begins[address], strict=True)
                 if gradient is not None
             )
-            found = sum(pairs, zero)
-            check_gradient(found, OVER_BATCH, of=f"that optimizer {group.name!r} steps")
-            return {"loss": found}
+            total = sum(pairs, zero)
+            check_gradient(total, OVER_BATCH, of=f"that optimizer {group.name!r} steps")
+            return {"loss": total}
 
         self.verbs.backward(self.pieces or [], surrogate)
         for parameter, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return {name: each.detach().double() for name, each in values.items()}
+
+    def _rows_of_all(self, rows_of: LossOf) -> dict[tuple[int, ...], list[Tensor]]:
+        """The rows of all micro-batches, without a graph, by the part and the number in it. All workers call this."""
+        auditor, buffers = self.auditor, BufferCopies(self.model)
+        buffers.keep()
+        own: dict[tuple[int, ...], list[Tensor]] = {}
+        with torch.no_grad(), self.verbs.around(0):
+            for piece in self.pieces or []:
+                rows = self._rows(rows_of, piece)
+                if piece.weight:
+                    own[piece.address[1:]] = rows
+                    if auditor is not None and piece.address[1] in auditor.digests:
+                        auditor.digests[piece.address[1]].add([*rows, *self.parts.of(piece.address[1]).numbers()])
+        buffers.put_back()
+        if auditor is not None:
+            auditor.compare(self.model, lambda part, audited: self._rows_again(rows_of, buffers, part, audited))
+        if self.strategy.statistics is not None:
+            self.strategy.statistics.take()
+        reported = gather(self.world, {"rows": own})
+        return dict(sorted(each for worker in reported for each in worker["rows"].items()))
+
+    def _rows(self, rows_of: LossOf, piece: Piece) -> list[Tensor]:
+        """What the user's function gives to `over_batch` of one micro-batch, without a graph."""
+        found = self._called(rows_of, piece)
+        rows = list(found) if isinstance(found, tuple) else [found]
+        if piece.weight:
+            self._check_rows(rows, piece)
+        return rows
+
+    @torch.no_grad()
+    def _rows_again(self, rows_of: LossOf, buffers: BufferCopies, part: int, audited: Sequence[Piece]) -> int:
+        """The digest of the rows of a part, computed once more; without `audited` pieces, of this worker's own."""
+        assert self.auditor is not None, "only where audits were asked for"
+        digest = Digest(self.auditor.checksums)
+        with self.verbs.around(0), randomness.undisturbed():
+            for piece in audited or self.pieces or []:
+                if piece.address[1] == part and piece.weight:
+                    digest.add([*self._rows(rows_of, piece), *self.parts.of(part).numbers()])
+        buffers.put_back()
+        return digest.value
 
     def _check_rows(self, rows: Sequence[Any], piece: Piece) -> None:
         """See that there is a row for each sample.
@@ -601,11 +638,19 @@ class OwnStep:
         if self.compute.global_batch is not None:
             self.compute.global_batch.ghost = piece.weight == 0
         self.computed = piece.address[1]
+        if self._begun is not None:
+            part, micro = self.parts.of(piece.address[1]), piece.address[2]
+            first, before = self._begun.setdefault(part.index, (micro, part.states()))
+            if micro == first:
+                part.put_back(before)
         try:
             with self.compute.context():
-                return self.call(function, piece.batch)
+                result = self.call(function, piece.batch)
         finally:
             self.computed = None
+        if isinstance(self.strategy, VirtualWorkers) and self.strategy.digest is not None:
+            self.strategy.digest.add(self.parts.of(piece.address[1]).numbers())
+        return result
 
     def update(self, name: str | None, clip: float | None) -> Tensor:
         """See `Run.update`."""

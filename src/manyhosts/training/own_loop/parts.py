@@ -7,8 +7,12 @@ part may move to another worker, and a snapshot has all of them. It costs one co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from manyhosts.communication.world import World
 from manyhosts.elastic.state_transfer import gather
@@ -49,7 +53,24 @@ class Part:
 
     def state(self) -> dict[str, Any]:
         """What is kept of it now; what no one has asked for since it came stays as it came."""
-        return {**self._kept, **{name: state_of(name, each) for name, each in self.objects.items()}}
+        return {**self._kept, **self.states()}
+
+    def states(self) -> dict[str, Any]:
+        """What of it was asked for in this step, as it is now, for `put_back`."""
+        return {name: state_of(name, each) for name, each in self.objects.items()}
+
+    def numbers(self) -> list[Tensor]:
+        """All numbers and tensors of `states`, for a comparison of their bits."""
+        kept = tree_leaves(self.states())
+        return [torch.as_tensor(each) for each in kept if isinstance(each, Tensor | int | float)]
+
+    def put_back(self, before: Mapping[str, Any]) -> None:
+        """Keep what was kept at `before = states()`."""
+        for name, each in list(self.objects.items()):
+            if name in before:
+                load(each, before[name])
+            else:
+                del self.objects[name]
 
 
 class Parts:
@@ -68,31 +89,17 @@ class Parts:
             self.live[index] = Part(index, self.count, copy.deepcopy(self.kept.get(index, {})), stays=self.stays)
         return self.live[index]
 
-    def states(self) -> dict[int, dict[str, Any]]:
-        """What each part of this worker keeps at this place of the step, for `put_back`."""
-        return {
-            index: {name: state_of(name, each) for name, each in part.objects.items()}
-            for index, part in self.live.items()
-        }
-
-    def put_back(self, before: Mapping[int, Mapping[str, Any]]) -> None:
-        """Have every part keep what it kept at `before = states()`."""
-        for index, part in self.live.items():
-            for name, each in list(part.objects.items()):
-                if name in before.get(index, {}):
-                    load(each, before[index][name])
-                else:
-                    del part.objects[name]
-
-    def end_step(self) -> dict[int, dict[str, Any]]:
+    def end_step(self, own: Collection[int]) -> dict[int, dict[str, Any]]:
         """What all parts keep after this step. All workers call this; nothing is changed before all have it.
+
+        `own`: the parts that are this worker's; others it has computed for an audit alone.
 
         Raises:
             SnapshotError: something that is kept cannot travel.
         """
-        own = {str(index): part.state() for index, part in self.live.items() if part.objects}
+        states = {str(index): part.state() for index, part in self.live.items() if part.objects and index in own}
         found = dict(self.kept)
-        for reported in gather(self.world, own):
+        for reported in gather(self.world, states):
             found.update({int(index): state for index, state in reported.items()})
         return found
 

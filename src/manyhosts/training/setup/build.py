@@ -266,7 +266,7 @@ def build(  # noqa: PLR0913  # the one place where everything the user gave come
     settings = replace(settings, strategy=_laid_out(settings, world))
     strategy = make_strategy(settings, world, auditor)
     if own_step is not None:
-        own_step.use(strategy, settings, world)
+        own_step.use(strategy, settings, world, auditor)
     if reads_in_shards(data.train):
         strategy.check_shards()
     weighing.mesh = strategy.mesh

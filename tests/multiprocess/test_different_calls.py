@@ -68,3 +68,50 @@ def test_different_calls_are_refused_on_all_workers_alike(tmp_path: Path) -> Non
         assert f"rank 0 is in {first}" in words, name
         assert f"rank 1 in {second} at test_different_calls.py:" in words, name
         assert "outside of `if rank == 0` and is_main" in words, name
+
+
+def own_loop(rank: int, folder: Path, kind: str, parts: int | None) -> str:
+    run = mh.Run(
+        models={"one": lambda: nn.Linear(3, 2), "other": lambda: nn.Linear(3, 2)},
+        optimizers={name: lambda params: torch.optim.SGD(params, 0.1) for name in ("one", "other")},
+        data=mh.Data(train=TensorDataset(INPUTS, LABELS), batch_size=10),
+        run_dir=folder,
+        virtual_workers=parts,
+    )
+
+    def passes(name: str) -> None:
+        run.backward(lambda batch: nn.functional.cross_entropy(run.models[name](batch[0]), batch[1]), name)
+        run.update(name)
+
+    def step(run: mh.Run) -> None:
+        passes("other" if rank and kind == "another optimizer" else "one")
+        if not rank or kind != "a pass less":
+            passes("other")
+
+    try:
+        run.fit(step, "3 steps")
+    except ManyhostsError as error:
+        return f"{error.what} | {error.fix}"
+    return ""
+
+
+@pytest.mark.parametrize("parts", [None, 4])
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("another optimizer", "run.backward for 'one'", "run.backward for 'other'"),
+        ("a pass less", "run.backward for 'other'", "the end of the step"),
+        ("alike", "", ""),
+    ],
+)
+def test_different_calls_in_a_step_are_refused_on_all_workers_alike(
+    kind: str, first: str, second: str, parts: int | None, tmp_path: Path
+) -> None:
+    said, other = run_ranks(2, own_loop, tmp_path, kind, parts)
+    assert said == other
+    if kind == "alike":
+        assert said == ""
+    else:
+        assert f"rank 0 is in {first} at test_different_calls.py:" in said
+        assert f"and rank 1 in {second} at test_different_calls.py:" in said
+        assert "and not by RANK" in said

@@ -45,7 +45,13 @@ def compare_descriptions(world: World, own: Mapping[str, Mapping[str, str]]) -> 
                 )
 
 
-def compare_calls(world: World, call: str) -> None:
+_OUTSIDE = (
+    "call fit, validate, test, predict and save on every worker, outside of `if rank == 0` and is_main: a file "
+    "is written once, and mh.print prints once"
+)
+
+
+def compare_calls(world: World, call: str, fix: str = _OUTSIDE) -> None:
     """See that all workers make the same call, such as `test`: exchanges of two would be paired. Every worker calls
     this first.
 
@@ -60,8 +66,7 @@ def compare_calls(world: World, call: str) -> None:
     raise ConfigError(
         f"the workers make different calls: rank 0 is in {first} at {place}, and rank {rank} in {second} at {there}",
         where="mh.Trainer or mh.Run",
-        fix="call fit, validate, test, predict and save on every worker, outside of `if rank == 0` and is_main: a file "
-        "is written once, and mh.print prints once",
+        fix=fix,
     )
 
 

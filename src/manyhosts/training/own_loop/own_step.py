@@ -47,6 +47,7 @@ from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
 from manyhosts.strategies.virtual import VirtualWorkers
+from manyhosts.training.consistency.same_given import compare_calls
 from manyhosts.training.own_loop.parts import Parts, load
 from manyhosts.training.state.run_state import RunState
 
@@ -62,6 +63,10 @@ _INSTEAD = {
     **dict.fromkeys(("compile", "lr_scaling", "activation_checkpointing"), "leave it out"),
 }
 """What is for the step of a Trainer, and what to do in a loop of one's own."""
+_SAME = (
+    "decide what a step does by what backward and update give, by run.state or run.steps_done, which all workers have "
+    "alike, and not by RANK or by a batch"
+)
 _FEW = 1 << 14
 """Numbers in the gradients of a small model."""
 _SAME_ROWS = 2e-2
@@ -336,6 +341,7 @@ class OwnStep:
         in_use = any(part.objects for part in self.parts.live.values())
         if self.world.size == 1:
             return control_flags, in_use
+        self._compare_call("the end of the step")
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.
         names = 1 + (zlib.crc32(" ".join(sorted(self.logged)).encode()) >> 13) if self.logged else 0
         own = [float(in_use), names, names * names, bool(names), names * self.world.is_rank_0]
@@ -352,6 +358,11 @@ class OwnStep:
                 fix="log the same names on every worker, or on rank 0 alone",
             )
         return reported[:-5], used > 0
+
+    def _compare_call(self, call: str) -> None:
+        """In the first steps of a run: see that all workers make the same `call`, or each would wait for another."""
+        if self.run_state.step < _LOOKS and self.world.size > 1:
+            compare_calls(self.world, call, _SAME)
 
     def _keep(self) -> None:
         """Copy what the step may change by itself: the script's own values, and parameters."""
@@ -443,6 +454,7 @@ class OwnStep:
         try:
             _check_called(loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
+            self._compare_call(f"run.backward for {group.name!r}" + (" over the batch" if over_batch else ""))
             if self._looks and group.name not in self.pending:
                 self._refuse_lost(group)
             self.calls += 1

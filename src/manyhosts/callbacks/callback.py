@@ -277,17 +277,28 @@ class Callbacks:
         Raises:
             ConfigError: two would freeze and thaw the same parameter.
         """
-        later = {name for each in self.by_name.values() for name in each.prepare(model) or ()}
+        later, for_a_while, frozen = set[str](), set[str](), set[str]()
         whose: dict[str, str] = {}
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         for own, each in self.by_name.items():
-            for name in each.frozen_for_a_while() or ():
-                if whose.setdefault(name, own) != own:
+            later |= {*(each.prepare(model) or ())}
+            changing = {*(each.frozen_for_a_while() or ())}
+            own_frozen = {name for name, parameter in trained.items() if not parameter.requires_grad}
+            for name in sorted(changing | own_frozen):
+                if name in whose and name in for_a_while | changing:
                     raise ConfigError(
                         f"{name} is frozen and thawed by two callbacks, {whose[name]!r} and {own!r}, of which each "
                         "undoes what the other does",
                         where="mh.Trainer(callbacks=…)",
-                        fix="name each parameter in one of them, by other patterns",
+                        fix="name each parameter in one of them, by other patterns; to freeze one twice, write a "
+                        "callback that does both",
                     )
+                whose[name] = own
+            for name in own_frozen:
+                trained[name].requires_grad_()  # so that the next one sees the model as it was made
+            for_a_while, frozen = for_a_while | changing, frozen | own_frozen
+        for name in frozen:
+            trained[name].requires_grad_(False)
         return later
 
     def frozen_for_a_while(self) -> set[str]:

@@ -42,7 +42,9 @@ class Freeze(Callback):
                     fix="until= is when the parameters are trained again, counted from the run's start",
                 )
         self.patterns, self.start, self.until = names, start, until
-        self.name = f"freeze {', '.join(names)}"
+        self.name = (
+            f"freeze {', '.join(names)}" + (f" from {start}" if start else "") + (f" until {until}" if until else "")
+        )
         self.found: list[str] = []
 
     def prepare(self, model: nn.Module) -> Sequence[str]:

@@ -126,6 +126,71 @@ def test_mode_that_a_step_has_set_is_there_after_a_resume(tmp_path: Path) -> Non
     assert not resumed.models["net"][1].training
 
 
+def test_batch_of_which_nothing_counts_steps_by_a_gradient_of_zero(tmp_path: Path) -> None:
+    """As in plain PyTorch: momentum and weight decay go on. In the epoch's loss it counts nothing."""
+    targets = torch.tensor([0, 1, 1, 0, -100, 0, -100, -100])
+    inputs = INPUTS[:8]
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        total = nn.functional.cross_entropy(net(batch[0]), batch[1], reduction="sum")
+        return total / (batch[1] != -100).sum().clamp(min=1)
+
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)
+
+    def plain_model() -> nn.Linear:
+        torch.manual_seed(1)
+        return nn.Linear(3, 2)
+
+    plain = plain_model()
+    optimizer, losses = adamw(plain.parameters()), []
+    for begin in (0, 3, 6):
+        batch = inputs[begin : begin + 3], targets[begin : begin + 3]
+        optimizer.zero_grad()
+        losses.append(loss(plain, batch))
+        losses[-1].backward()
+        optimizer.step()
+
+    def step(run: mh.Run) -> None:
+        counted = lambda batch: {"loss": loss(run.models["model"], batch), "count": (batch[1] != -100).sum()}  # noqa: E731
+        run.backward(counted)
+        run.update()
+
+    data = mh.Data(train=TensorDataset(inputs, targets), batch_size=3, shuffle=False)
+    run = mh.Run(models=plain_model, optimizers=adamw, data=data, run_dir=tmp_path, micro_batch_size=2)
+    run.fit(step, "1 epoch")
+    assert torch.allclose(run.models["model"].weight, plain.weight, atol=1e-6)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("weight") for line in lines if line["event"] == "step"] == [None, 2, 0]
+    [epoch] = [line["train_loss"] for line in lines if line["event"] == "epoch"]
+    assert epoch == pytest.approx(float(3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5)
+
+
+def test_callback_changes_the_optimizers_themselves(tmp_path: Path) -> None:
+    class Acts(mh.Callback):
+        def after_step(self, moment: Any) -> None:
+            if moment.step == 2:
+                assert (
+                    moment.optimizer.state[next(iter(moment.model["net"].parameters()))]["momentum_buffer"].norm() > 0
+                )
+                moment.optimizer.state.clear()
+            if moment.step == 4:
+                moment.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    run = made(
+        tmp_path, callbacks=[Acts()], optimizers={"net": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)}
+    )
+    left: list[int] = []
+
+    def step(run: mh.Run) -> None:
+        left.append(len(run.components.optimizer.state))
+        trained(run)
+
+    with pytest.raises(ConfigError, match="is added to all optimizers of the run together"):
+        run.fit(step, "6 steps")
+    assert left == [0, 6, 0, 6]
+
+
 # What a step computes before and twice.
 
 

@@ -84,11 +84,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a freeze that is never": (lambda: mh.Freeze("0", start="5 epochs", until="3 epochs"), "which is never"),
     "two freezes of one parameter": (
         lambda: trainer(callbacks=[mh.Freeze("0.*", start="8 steps"), mh.Freeze("0", until="4 steps")]),
-        "0.weight is frozen and thawed by two callbacks, 'freeze 0",
+        "0.bias is frozen and thawed by two callbacks, 'freeze 0",
     ),
-    "a freeze of what is frozen": (
-        lambda: trainer(callbacks=[mh.Freeze("0", until="4 steps"), mh.Freeze("0.*", start="8 steps")]),
-        "called '0.[*]', or is below it, is frozen already",
+    "two freezes of some in common": (
+        lambda: trainer(callbacks=[mh.Freeze("0", until="4 steps"), mh.Freeze("*.bias", start="8 steps")]),
+        "0.bias is frozen and thawed by two callbacks, 'freeze 0 until 4 steps' and 'freeze [*].bias from 8 steps'",
+    ),
+    "one freeze that undoes another": (
+        lambda: trainer(callbacks=[mh.Freeze("0"), mh.Freeze("*.bias", until="8 steps")]),
+        "0.bias is frozen and thawed by two callbacks",
+    ),
+    "two freezes of one module": (
+        lambda: trainer(callbacks=[mh.Freeze("0", until="4 steps"), mh.Freeze("0", start="8 steps")]),
+        "'freeze 0 until 4 steps' and 'freeze 0 from 8 steps'",
     ),
     "a decay that is a text": (lambda: mh.EMA("0.99"), "decay is '0.99'"),  # type: ignore[arg-type]
     "a warm-up in steps": (lambda: mh.EMA(0.9, warmup="500 steps"), "warmup is '500 steps'"),  # type: ignore[arg-type]

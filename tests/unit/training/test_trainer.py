@@ -400,6 +400,15 @@ def test_compiled_model_trains_to_the_same_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(compiled.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_group_that_a_callback_adds_to_the_optimizer_is_refused(tmp_path: Path) -> None:
+    class Adds(mh.Callback):
+        def after_step(self, moment: Any) -> None:
+            moment.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    with pytest.raises(ConfigError, match="with which no snapshot could be resumed"):
+        trainer(tmp_path, callbacks=[Adds()]).fit("2 steps")
+
+
 def test_finished_run_says_that_nothing_trains_with_what_was_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

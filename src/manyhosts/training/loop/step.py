@@ -96,6 +96,7 @@ class Stepper:
                 updated = self.update_unless_bad(number, outcome.values["loss"])
             else:
                 outcome, updated = components.own_step.make(pieces, training.control_flags())
+                weight = components.own_step.weight(step.samples)
                 if updated:
                     self.norm = components.own_step.norm()
                 else:
@@ -269,6 +270,12 @@ class Stepper:
         training.inconsistent = True
         components.callbacks.call("after_step", moment)
         training.inconsistent = False
+        if len(components.optimizer.param_groups) != len(components.initial_optimizer.options):
+            raise ConfigError(
+                "a callback has added a group of parameters to the optimizer, with which no snapshot could be resumed",
+                where="mh.Trainer(callbacks=…)",
+                fix="give all groups in optimizer=, and freeze those of later until then (mh.Freeze)",
+            )
 
     def count(self, step: Step) -> None:
         """The model has changed: from now on the step counts, and what is due after it is due."""

@@ -174,6 +174,8 @@ class OwnStep:
         """By the name of an optimizer: of the last backward pass for it in this step."""
         self.pending: set[str] = set()
         """The optimizers for which there are gradients that no update has used yet."""
+        self.counts: set[float] = set()
+        """What the batch has counted in the backward passes of this step, over all workers, where they say it."""
         self.norms: list[Tensor] = []
         """Of the gradient of each update of the step under way, or the last one, before clipping."""
         self._broken: Exception | None = None
@@ -284,6 +286,7 @@ class OwnStep:
         self.pieces = pieces
         self.is_alone = self.world.size == len(pieces) == 1 and not self.settings.virtual_workers
         self.calls, self.logged, self.norms, self.losses, self.pending = 0, {}, [], {}, set()
+        self.counts.clear()
         self._broken, self.parts.live, self._new_buffers = None, {}, []
         if self.remembers:
             self._keep()
@@ -530,11 +533,13 @@ class OwnStep:
                 where="run.backward",
                 fix="give one number with each loss, 0 or more",
             )
+        self.counts.add(total)
+        gradients = group.gradients()
         if not total:
-            for parameter in group.parameters:
-                parameter.grad = None
+            for gradient in gradients:
+                gradient.zero_()
             return {name: torch.zeros_like(each) for name, each in values.items()}
-        if gradients := group.gradients():
+        if gradients:
             torch._foreach_div_(gradients, total)
         return {name: each / total for name, each in values.items()}
 
@@ -706,6 +711,10 @@ class OwnStep:
             raise ConfigError(
                 f"clip is {clip!r}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
             )
+
+    def weight(self, samples: int) -> float | None:
+        """What the last step counts in the mean of its epoch, where that is one number, and not its `samples`."""
+        return next(iter(self.counts)) if len(self.counts) == 1 and self.counts != {samples} else None
 
     def norm(self) -> Tensor | None:
         """Of the gradients of all updates of the last step together, before clipping; None where it had no update."""

@@ -151,6 +151,8 @@ class Strategy(ABC):
     """This worker's, after `hold`."""
     statistics: PartStatistics | None = None
     """What BatchNorm layers take for their batch, where each batch is cut into parts whoever computes them."""
+    digest: Any = None
+    """What sees the bits of the part that is computed now, where another worker computes it again (`audit.Digest`)."""
     computed: Sequence[int] | None = None
     """The numbers of the pieces that this worker has computed in the last step; None: of all that it was given."""
     givers: Sequence[int] = ()

@@ -56,8 +56,6 @@ class VirtualWorkers(UncutModel):
         self.gradients = self._buckets_of(())
         self.statistics = PartStatistics(nn.Module())
         self.news = News(world, self.tree_exchange.pace)
-        self.digest: Digest | None = None
-        """What sees the part that is computed now."""
         self.model_watch = ModelWatch(nn.Module(), world)
         """Of the model, once it is placed."""
         self.changed: list[str] = []

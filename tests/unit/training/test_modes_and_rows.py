@@ -147,8 +147,9 @@ def test_batch_of_which_nothing_counts_steps_by_a_gradient_of_zero(tmp_path: Pat
     for begin in (0, 3, 6):
         batch = inputs[begin : begin + 3], targets[begin : begin + 3]
         optimizer.zero_grad()
-        losses.append(loss(plain, batch))
-        losses[-1].backward()
+        found = loss(plain, batch)
+        found.backward()
+        losses.append(found.item())
         optimizer.step()
 
     def step(run: mh.Run) -> None:
@@ -163,7 +164,7 @@ def test_batch_of_which_nothing_counts_steps_by_a_gradient_of_zero(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("weight") for line in lines if line["event"] == "step"] == [None, 2, 0]
     [epoch] = [line["train_loss"] for line in lines if line["event"] == "epoch"]
-    assert epoch == pytest.approx(float(3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5)
+    assert epoch == pytest.approx((3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5)
 
 
 def test_callback_changes_the_optimizers_themselves(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ from manyhosts.snapshot.flatten import flatten
 from manyhosts.strategies.audit import Auditor, Digest
 from manyhosts.strategies.strategy import Compute, Piece, StepOutcome, Strategy
 from manyhosts.strategies.uncut_model import norm_of
-from manyhosts.strategies.virtual import VirtualWorkers
 from manyhosts.training.consistency.same_given import compare_calls
 from manyhosts.training.own_loop.parts import Parts, load
 from manyhosts.training.state.run_state import RunState
@@ -665,7 +664,7 @@ class OwnStep:
                 result = self.call(function, piece.batch)
         finally:
             self.computed = None
-        if isinstance(self.strategy, VirtualWorkers) and self.strategy.digest is not None:
+        if self.strategy.digest is not None:
             self.strategy.digest.add(self.parts.of(piece.address[1]).numbers())
         return result
 

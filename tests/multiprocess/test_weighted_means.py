@@ -306,3 +306,33 @@ def test_loss_of_an_epoch_counts_as_the_batches_do(tmp_path: Path) -> None:
     total = sum(line["weight"] for line in lines)
     assert total == pytest.approx(CLASS_WEIGHTS[classes(SAMPLES)].sum().item())
     assert first["train_loss"] == pytest.approx(sum(line["weight"] * line["loss"] for line in lines) / total)
+
+
+def two_losses(model: nn.Module, batch: Any) -> dict[str, Any]:
+    errors, positive = (model(batch[0]).mean(1) - batch[1]).square(), batch[1] > 1
+    return {"loss": {"all": errors.mean(), "positive": 0.5 * (errors * positive).sum() / positive.sum()}}
+
+
+def fitted_by_two_losses(rank: int, run_dir: Path) -> float:
+    case = Case(
+        step=two_losses,
+        data=lambda: Plain(numbers(SAMPLES, 8), torch.arange(SAMPLES) % BATCH // 3),
+        weight=lambda batch: {"all": len(batch[1]), "positive": (batch[1] > 1).sum()},
+    )
+    return float(fit_case(case, run_dir, {"micro_batch_size": 2})["validation"])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_of_several_losses_is_recorded(workers: int, tmp_path: Path) -> None:
+    """As its own mean over the global batch: some pieces have nothing of one."""
+    run_ranks(workers, fitted_by_two_losses, tmp_path)
+    case = Case(data=lambda: Plain(numbers(SAMPLES, 8), torch.arange(SAMPLES) % BATCH // 3))
+    batch = default_collate([case.data()[row] for row in range(BATCH)])
+    wanted = two_losses(case.model(), batch)["loss"]
+    line = step_lines(tmp_path)[0]
+    first = {"loss": line["loss"], **line["values"]}
+    assert first["loss/all"] == pytest.approx(wanted["all"].item(), rel=1e-5)
+    assert first["loss/positive"] == pytest.approx(wanted["positive"].item(), rel=1e-5)
+    assert first["loss"] == pytest.approx(first["loss/all"] + first["loss/positive"], rel=1e-5)
+    validation = events(tmp_path, "validation")[-1]["values"]
+    assert validation["loss"] == pytest.approx(validation["loss/all"] + validation["loss/positive"], rel=1e-5)

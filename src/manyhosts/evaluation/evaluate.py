@@ -99,7 +99,7 @@ class Evaluation:
             raise CutOff([sum(counts) for counts in zip(*who, strict=True)])
         means = _means([part for each in found for part in each["parts"]])
         if terms := [mean for name, mean in means.items() if name.startswith("loss/") and not math.isnan(mean)]:
-            means.setdefault("loss", sum(terms))
+            means = {"loss": sum(terms), **means}
         self._see_that_named_apart(set(means))
         return {**means, **self.metrics.values()}
 
@@ -173,12 +173,12 @@ class Evaluation:
             if rule is None and self._is_of_rows:
                 given = rows_in(targets, len(piece))
             self.metrics.update(int(piece[0]), outputs, targets)
+            terms = terms_of(values) or {}
+            values = {**values, **{f"loss/{name}": each for name, each in terms.items()}}
             counted = dict.fromkeys(values, float(len(piece) if isinstance(given, Mapping) else given))
             if isinstance(given, Mapping):  # several losses, which are added when all of each is here
-                terms = terms_of(values) or {}
                 check_names(terms, given)
                 counted |= {f"loss/{name}": float(each) for name, each in given.items()}
-                values = {**values, **{f"loss/{name}": each for name, each in terms.items()}}
                 del values["loss"]
             for name, value in values.items():
                 # The mean over nothing is no number, and counts nothing.

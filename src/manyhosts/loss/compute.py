@@ -343,20 +343,26 @@ class Terms(dict[str, Tensor]):
         self.terms = terms
 
     def counted(self, piece: Piece) -> dict[str, Tensor]:
-        """The values, with the loss that times the piece's weight is what the piece adds to the global one.
+        """The values, with each loss that times the piece's weight is what the piece adds to the global one.
 
         Raises:
             ConfigError: `weight` gives numbers for other losses, or one for all of several.
         """
         shares = piece.shares
         if shares is None:
-            return dict(self)
+            return {**self, **_named(self.terms)}
         check_names(self.terms, shares)
         if not piece.weight:
-            return {**self, "loss": torch.stack([each.nan_to_num() for each in self.terms.values()]).sum()}
-        # The mean over nothing is no number, and its gradient neither.
-        parts = [self.terms[name] * (share / piece.weight) for name, share in shares.items() if share]
-        return {**self, "loss": torch.stack(parts).sum()}
+            parts = {name: each.nan_to_num() for name, each in self.terms.items()}
+        else:  # the mean over nothing is no number, and its gradient neither
+            parts = {name: self.terms[name] * (share / piece.weight) for name, share in shares.items() if share}
+        none = {name: torch.zeros_like(each) for name, each in self.terms.items()}
+        return {**self, **_named({**none, **parts}), "loss": torch.stack([*parts.values()]).sum()}
+
+
+def _named(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Several losses by the names under which they are recorded."""
+    return {f"loss/{name}": each.detach() for name, each in terms.items()}
 
 
 def terms_of(values: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:

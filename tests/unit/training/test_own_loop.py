@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -219,6 +220,17 @@ def test_call_of_fit_as_elsewhere_is_answered(given: dict[str, Any], words: str)
 def test_data_that_is_no_mh_data_is_answered(data: Any) -> None:
     with pytest.raises(ConfigError, match=f"data is a {type(data).__name__}"):
         made(data=data)
+
+
+def test_numbers_of_numpy_are_settings_of_a_run_without_data(tmp_path: Path) -> None:
+    run = made(data=None, virtual_workers=np.int64(2), seed=np.int64(3), run_dir=tmp_path)
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda _: loss(run)((INPUTS,)), "one")
+        run.update("one")
+
+    assert run.fit(step, "1 step").steps == 1
+    assert [run.settings.virtual_workers, run.settings.seed] == [2, 3]
 
 
 def test_verbs_outside_of_a_step_are_refused() -> None:

@@ -168,6 +168,11 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: setattr(run.models["two"], "weight", nn.Parameter(torch.ones(1, 2))), "or module 'weight'"),
         (lambda run: run.models["one"].add_module("more", nn.Linear(2, 2)), "module 'more'"),
         (lambda run: run.backward(torch.ones(()), "one"), "is given a Tensor as loss"),
+        (lambda run: run.backward(lambda: 0, "one"), r"loss is called with \(batch\), and <lambda> takes other"),
+        (
+            lambda run: run.backward(lambda batch: batch[0], "one", over_batch=lambda rows, more: 0),
+            r"over_batch is called with \(rows\)(.|\n)*over_batch=loss",
+        ),
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip="1")), "clip is '1'"),
         (lambda run: run.backward(lambda batch: None, "one"), "run.backward was given returned a NoneType"),
         (lambda run: run.log({"a": 1.0}), "a dict comes without one"),

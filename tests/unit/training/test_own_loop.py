@@ -140,6 +140,7 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: run.backward(lambda batch: run.backward(loss(run), "two"), "one"), "for each micro-batch"),
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=-1.0)), "clip is -1"),
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=math.nan)), "clip is nan"),
+        (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=True)), "clip is True"),
         (lambda run: run.backward(counting(run, -1), "one"), "count is -4"),
         (lambda run: run.backward(counting(run, math.nan), "one"), "count is nan"),
         (lambda run: run.backward(counting(run, "3"), "one"), "'count' is a str"),

@@ -703,7 +703,8 @@ class OwnStep:
                 where="run.update",
                 fix="give it all of them in mh.Run(optimizers=…), and freeze those of later: requires_grad_(False)",
             )
-        if clip is not None and not (isinstance(clip, Real | Tensor) and float(clip) > 0):
+        is_number = isinstance(clip, Real | Tensor) and not isinstance(clip, bool)
+        if clip is not None and not (is_number and float(clip) > 0):
             raise ConfigError(
                 f"clip is {clip!r}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
             )

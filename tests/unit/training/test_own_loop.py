@@ -465,6 +465,15 @@ def test_what_a_part_keeps_changes_once_where_a_loss_looks_at_the_whole_batch(tm
         torch.testing.assert_close(found[name], value, msg=name)
 
 
+@pytest.mark.parametrize("count", [-1.0, math.nan])
+def test_count_that_evaluate_cannot_mean_is_refused(tmp_path: Path, count: float) -> None:
+    both = mh.Data(train=TensorDataset(INPUTS), validation=TensorDataset(INPUTS), batch_size=4)
+    run = made(data=both, evaluate=lambda models, batch: {"loss": loss(run)(batch), "count": count}, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=f"count is {count}") as refused:
+        run.validate()
+    assert refused.value.where == "mh.Run(evaluate=…)"
+
+
 def test_count_that_evaluate_gives_is_what_its_mean_is_over(tmp_path: Path) -> None:
     """Over three samples of eleven, some batches with none of them: as in one pass over those three."""
     inputs = torch.randn(11, 3, generator=torch.Generator().manual_seed(1))

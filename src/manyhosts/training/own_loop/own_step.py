@@ -36,7 +36,7 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.loss.compute import OVER_BATCH, ForwardPass, check_gradient, step_values
+from manyhosts.loss.compute import OVER_BATCH, ForwardPass, check_count, check_gradient, step_values
 from manyhosts.model.buffers import BufferCopies, ParameterCopies
 from manyhosts.model.combined_optimizer import CombinedOptimizer
 from manyhosts.model.held_values import Held, HeldValues, changed_attributes
@@ -525,12 +525,7 @@ class OwnStep:
         if "count" not in values:
             return values
         total = values.pop("count").item()
-        if not 0 <= total < math.inf:
-            raise ConfigError(
-                f"count is {total} over the batch, and says how many there are of what the loss is a mean over",
-                where="run.backward",
-                fix="give one number with each loss, 0 or more",
-            )
+        check_count(total, "run.backward")
         if not total:
             for parameter in group.parameters:
                 parameter.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,21 @@ def test_value_of_another_kind_is_named_with_what_the_setting_takes(
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert settings(batch_size=np.int64(32), clip_gradients=np.float32(1), lr=1).batch_size == 32
+    given: Any = {
+        "batch_size": np.int64(32),
+        "clip_gradients": np.float32(0.5),
+        "seed": np.random.default_rng(0).integers(10),
+        "loader_workers": np.int64(2),
+        "activation_checkpointing": np.float64(0.5),
+        "shuffle": np.bool_(False),
+    }
+    made = settings(**given, early_stopping=EarlyStopping(patience=np.int64(3)))  # type: ignore[arg-type]
+    assert {name: type(getattr(made, name)) for name in given} == {
+        **dict.fromkeys(("batch_size", "seed", "loader_workers"), int),
+        **dict.fromkeys(("clip_gradients", "activation_checkpointing"), float),
+        "shuffle": bool,
+    }
+    assert json.loads(json.dumps(dataclasses.asdict(made)))["early_stopping"]["patience"] == 3
 
 
 def test_settings_are_plain_and_frozen() -> None:

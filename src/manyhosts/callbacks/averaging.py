@@ -103,8 +103,10 @@ class EMA(Average):
 class SWA(Average):
     """Stochastic weight averaging: the plain mean of the weights at the end of each `every`, from `start` on.
 
-    Until the first of them is taken, evaluations use the weights of now. What the learning rate does is said by
-    `schedule`, with `torch.optim.swa_utils.SWALR` for example. Running values of BatchNorm are averaged like weights.
+    Intervals are counted from the beginning of the run: with 4 steps in an epoch `mh.SWA("7 steps", every="1 epoch")`
+    takes the weights of steps 8, 12, 16. Until the first of them is taken, evaluations use the weights of now. What the
+    learning rate does is said by `schedule`, with `torch.optim.swa_utils.SWALR` for example. Running values of
+    BatchNorm are averaged like weights.
     """
 
     name = "swa"

@@ -25,13 +25,15 @@ _FIXES = {"strategy": 'write strategy="ddp" (or another name), or one with its s
 
 
 def check_kinds(settings: Any, *, prefix: str = "") -> None:
-    """See that each field of a dataclass has a value of its kind. Numbers of NumPy count as numbers, True does not.
+    """See that each field of a dataclass has a value of its kind. True counts as no number; NumPy's become plain ones.
 
     A setting that takes one of some words is left to the code that knows the words. `prefix` precedes names in errors.
 
     Raises:
         ConfigError: a value is of another kind.
     """
+    for entry in fields(settings):
+        object.__setattr__(settings, entry.name, plain(getattr(settings, entry.name)))  # settings are frozen
     section: Any = type(settings)  # mypy does not take a class of anything for hashable
     for name, kinds in _kinds(section).items():
         value = getattr(settings, name)
@@ -40,6 +42,11 @@ def check_kinds(settings: Any, *, prefix: str = "") -> None:
         if not any(_is(value, kind) for kind in kinds):
             fix = _FIXES.get(name) or f"give it {' or '.join(_word(kind, name) for kind in kinds)}"
             raise ConfigError(f"{prefix}{name} is {_reported(value)}", where=f"{prefix}{name}", fix=fix)
+
+
+def plain(value: Any) -> Any:
+    """`value`; in place of a scalar of NumPy, which JSON does not know, the number that it is."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
 
 
 @functools.cache

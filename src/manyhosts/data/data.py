@@ -125,8 +125,10 @@ class Data:
 
 
 def is_several(given: object) -> bool:
-    """Whether datasets were given by name. A dict with other keys than texts is a dataset: numbers to samples."""
-    return isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
+    """Whether datasets were given by name. A dict from other keys than texts to samples is a dataset."""
+    return (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)) or (
+        isinstance(given, dict) and isinstance(next(iter(given.values())), Dataset | DataLoader)
+    )
 
 
 def loss_of_first(validation: object) -> str:
@@ -140,11 +142,12 @@ def _check_names(name: str, given: object) -> None:
     if not is_several(given):
         return
     assert isinstance(given, Mapping), "is_several() has looked"
-    if wrong := [key for key in given if not key or "/" in key] or ([] if given else ["{}"]):
+    named_wrong = [key for key in given if not isinstance(key, str) or not key or "/" in key]
+    if wrong := named_wrong or ([] if given else ["{}"]):
         raise ConfigError(
             f"{wrong[0]!r} is no name of a {name} set" if given else f"there is no {name} set in an empty dict",
             where=f"mh.Data({name}=…)",
-            fix=f'write {name}={{"clean": first, "noisy": second}}: names without /',
+            fix=f'write {name}={{"clean": first, "noisy": second}}: names are texts without /',
         )
 
 

@@ -18,8 +18,23 @@ def balanced(labels: Any) -> Weights:
     """A weight for each sample, so that every class is drawn equally often: for `mh.Data(weights=…)`.
 
     `labels`: the class of each sample, a list, an array or a tensor of shape `(samples,)`.
+
+    Raises:
+        ConfigError: they are something else, or one is NaN.
     """
-    _, place, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
+    try:
+        classes = np.asarray(labels)
+        _, place, counts = np.unique(classes, return_inverse=True, return_counts=True)
+        is_one_each = 0 < classes.size == len(classes)
+    except (TypeError, ValueError):  # of other lengths or kinds, or one value alone
+        is_one_each = False
+    if not is_one_each or np.any(classes != classes):  # NaN equals nothing
+        what = "have a NaN, which is no class" if is_one_each else "are not one class for each sample"
+        raise ConfigError(
+            f"labels, of the type {type(labels).__name__}, {what}",
+            where="mh.balanced(labels)",
+            fix="give a list, an array or a tensor (on the CPU) with the class of each sample of the training set",
+        )
     found: Weights = 1.0 / counts[place.reshape(-1)]
     return found
 

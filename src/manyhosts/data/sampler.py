@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral
 from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
 from manyhosts.cluster.place import Place
+from manyhosts.config.kinds import plain
 from manyhosts.data import order
 from manyhosts.data.order import Position, bounds
 from manyhosts.errors import ConfigError
@@ -31,7 +31,7 @@ class Order(Sampler[list[int]]):
         rank, size: of this worker; from the environment that torchrun sets, where they are not given.
 
     Raises:
-        ConfigError: a batch of an epoch has fewer samples than there are workers.
+        ConfigError: a batch of an epoch has fewer samples than there are workers, or a value makes no sense.
     """
 
     def __init__(
@@ -45,19 +45,31 @@ class Order(Sampler[list[int]]):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        given: dict[str, Any] = {"length": length, "batch_size": batch_size}
-        for name, value in given.items():
-            if not isinstance(value, Integral):
-                fix = "write mh.Order(len(dataset), batch_size=64)"
-                raise ConfigError(f"{name} is of the type {type(value).__name__}", where="mh.Order", fix=fix)
+        place = Place.from_environment()
+        self.rank, self.size = place.rank if rank is None else plain(rank), place.size if size is None else plain(size)
+        length, batch_size, seed = (plain(each) for each in (length, batch_size, seed))
+        shuffle, drop_last = plain(shuffle), plain(drop_last)
+        counts = {"length": length, "batch_size": batch_size, "seed": seed, "rank": self.rank, "size": self.size}
+        for name, value in {**counts, "shuffle": shuffle, "drop_last": drop_last}.items():
+            if type(value) is not (int if name in counts else bool):
+                raise ConfigError(
+                    f"{name} is of the type {type(value).__name__}",
+                    where="mh.Order",
+                    fix="write mh.Order(len(dataset), batch_size=64); seed, rank and size are integers, shuffle and "
+                    "drop_last True or False",
+                )
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(
+                f"rank is {self.rank}, and size {self.size}",
+                where="mh.Order(rank=…, size=…)",
+                fix="give both, with a rank from 0 to size - 1, or neither: they are those that torchrun sets",
+            )
         if batch_size < 1 or length < 1:
             raise ConfigError(
                 f"there are {length} samples and batches of {batch_size}",
                 where="mh.Order",
                 fix="give len(dataset) and a batch_size of 1 or more",
             )
-        place = Place.from_environment()
-        self.rank, self.size = place.rank if rank is None else rank, place.size if size is None else size
         self.length, self.seed = length, seed
         self._order = order.Order(length, batch=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
         self._check_batches(length)

@@ -24,6 +24,7 @@ from manyhosts.loss.compute import (
     STEP,
     Loss,
     UserStep,
+    check_count,
     check_names,
     loss_of_pair,
     step_values,
@@ -170,6 +171,7 @@ class Evaluation:
             values, outputs, targets = self._outputs(model, self.passes.on_device(on_host, piece))
             if self.has_counts and "count" in values:
                 given = float(values.pop("count"))
+                check_count(given, self._where)
             if rule is None and self._is_of_rows:
                 given = rows_in(targets, len(piece))
             self.metrics.update(int(piece[0]), outputs, targets)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from manyhosts.errors import ConfigError
 from manyhosts.events import Event, Recovered, RunEnded, RunStarted, StepDone, TestDone, ValidationDone
 
 _LOG = logging.getLogger("manyhosts")
@@ -95,6 +96,17 @@ class Logger:
         raise NotImplementedError
 
 
+def path_of(given: str | Path, *, where: str) -> Path:
+    """What a script gives as a path.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"the path is a {type(given).__name__}", where=where, fix="give a text or a Path")
+    return Path(given)
+
+
 class CSVLogger(Logger):
     """Writes a table with a line for each step, validation and test, and a column for each value.
 
@@ -103,9 +115,13 @@ class CSVLogger(Logger):
     """
 
     def __init__(self, path: str | Path) -> None:
-        """`path`: of the table of the run that was begun last."""
+        """`path`: of the table of the run that was begun last.
+
+        Raises:
+            ConfigError: it is no path.
+        """
         super().__init__()
-        self._path, self._run = Path(path), ""
+        self._path, self._run = path_of(path, where="mh.CSVLogger(path)"), ""
         self._columns: list[str] = []
         self._has_old_test = False
         """Whether a test that the table has may be made again: a run that is over was begun again."""

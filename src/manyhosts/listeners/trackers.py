@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from manyhosts.errors import ConfigError
-from manyhosts.listeners.loggers import Logger, Row
+from manyhosts.listeners.loggers import Logger, Row, path_of
 
 _WELL = ("completed", "stopped early")
 _MOST = 1000
@@ -33,13 +33,14 @@ class WandbLogger(Logger):
         """`folder`: where the folder `wandb` with the files goes.
 
         Raises:
-            ConfigError: wandb is not installed, or there is no such mode.
+            ConfigError: wandb is not installed, there is no such mode, or `folder` is no path.
         """
         super().__init__()
         _see_that_there_is("wandb", "mh.WandbLogger")
         if mode not in ("offline", "online"):
             raise ConfigError(f"mode is {mode!r}", where="mh.WandbLogger(mode=…)", fix='use "offline" or "online"')
-        self.project, self.name, self.mode, self.folder = project, name, mode, Path(folder)
+        self.project, self.name, self.mode = project, name, mode
+        self.folder = path_of(folder, where="mh.WandbLogger(folder=…)")
         self._run: Any = None
 
     def write(self, rows: Sequence[Row]) -> None:

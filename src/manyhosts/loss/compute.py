@@ -385,6 +385,20 @@ def check_names(losses: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
         )
 
 
+def check_count(total: float, where: str) -> None:
+    """See that a mean can be over so many.
+
+    Raises:
+        ConfigError: it cannot; `where` says whose count it is.
+    """
+    if not 0 <= total < math.inf:
+        raise ConfigError(
+            f"count is {total} over the batch, and says how many there are of what the loss is a mean over",
+            where=where,
+            fix="give one number with each loss, 0 or more",
+        )
+
+
 OVER_BATCH = "run.backward(over_batch=…)"
 _WHO = {
     STEP: "step",

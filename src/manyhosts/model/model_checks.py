@@ -115,6 +115,8 @@ def check_given(
     check_maker(model, "the model", where="mh.Trainer(model=…)", write="model=lambda: ")
     rate = optimizer.param_groups[0].get("lr") if isinstance(optimizer, Optimizer) else None
     given = f", lr={rate:g}" if isinstance(rate, float | int) else ""
+    many = listeners if isinstance(listeners, Iterable) else []
+    made_by = next((each.__name__ for each in many if isinstance(each, type)), "")
     refuse(
         [
             (
@@ -136,6 +138,12 @@ def check_given(
                 'write metrics={"all": …}: its members keep the names that they have in it'
                 if type(metrics).__name__ == "MetricCollection"
                 else 'write metrics={"accuracy": MulticlassAccuracy(num_classes=10)}',
+            ),
+            (
+                bool(made_by),
+                f"a listener is the class {made_by}, which makes listeners",
+                "mh.Trainer(listeners=…)",
+                f"write listeners=[{made_by}(…)]",
             ),
             (model is None, "the model is None", "mh.Trainer(model=…)", f"give {_CALLED['model'][1]}"),
         ]

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from manyhosts.config import overrides
 from manyhosts.config.arguments import OF_OWN_FIT, OF_PREDICT, OF_RUN, answers
+from manyhosts.config.kinds import plain
 from manyhosts.data.data import Data
 from manyhosts.errors import ConfigError, ManyhostsError, check_run
 from manyhosts.evaluation.predict import Forward, of_inputs
@@ -161,7 +162,7 @@ class Run(Session):
         self._check_names()
         if data is None:
             typed = overrides.from_environment().get("virtual_workers", "")
-            parts = int(typed) if typed.isdecimal() else options.get("virtual_workers")
+            parts = int(typed) if typed.isdecimal() else plain(options.get("virtual_workers"))
             if not isinstance(parts, int) or parts < 1:
                 given = "" if parts is None else f", not {parts!r}"
                 raise ConfigError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -115,3 +117,29 @@ def test_order_that_comes_as_the_sampler_of_single_samples_is_refused() -> None:
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=5, sampler=mh.Order(20, batch_size=5))
     with pytest.raises(ConfigError, match="comes as the sampler of a DataLoader"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"rank": 5, "size": 2}, "rank is 5, and size 2"),
+        ({"rank": -1}, "rank is -1, and size 1"),
+        ({"rank": 1}, "rank is 1, and size 1"),
+        ({"size": 0}, "rank is 0, and size 0"),
+        ({"rank": "a", "size": 2}, "rank is of the type str"),
+        ({"seed": "a"}, "seed is of the type str"),
+        ({"seed": 1.5}, "seed is of the type float"),
+        ({"shuffle": "no"}, "shuffle is of the type str"),
+        ({"batch_size": True}, "batch_size is of the type bool"),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense_are_refused(given: Any, what: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        mh.Order(10, **{"batch_size": 4, **given})
+    assert refused.value.what == what
+
+
+def test_numbers_of_numpy_are_taken_and_plain_in_its_state() -> None:
+    taken = mh.Order(np.int64(10), batch_size=np.int64(4), seed=np.int64(3), shuffle=np.bool_(False), rank=0, size=1)  # type: ignore[arg-type]
+    assert {type(each) for each in taken.state_dict().values()} == {int, bool}

@@ -144,7 +144,19 @@ SLIPS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "the train set is a tuple, and not one of samples",
         "train=TensorDataset(inputs, targets)",
     ),
+    "labels of other lengths": (lambda: mh.balanced([[1, 2], [3]]), "of the type list, are not one class", "a list"),
+    "no labels": (lambda: mh.balanced([]), "of the type list, are not one class", "the class of each sample"),
+    "None as labels": (lambda: mh.balanced(None), "of the type NoneType, are not one class", "the class of each"),
+    "labels of several classes": (lambda: mh.balanced(torch.eye(3)), "of the type Tensor, are not one", "the class of"),
+    "a label that is None": (lambda: mh.balanced(["a", None]), "of the type list, are not one class", "the class of"),
+    "a label that is NaN": (lambda: mh.balanced([1.0, float("nan")]), "have a NaN, which is no class", "the class of"),
     "a listener by itself": (lambda: trainer(listeners=print), "listeners is a function", "[function]"),
+    "the class of a listener": (
+        lambda: trainer(listeners=[print, mh.CSVLogger]),
+        "a listener is the class CSVLogger, which makes listeners",
+        "write listeners=[CSVLogger(…)]",
+    ),
+    "a table without a path": (lambda: mh.CSVLogger(3), "the path is a int", "a text or a Path"),  # type: ignore[arg-type]  # the slip
     "a step that is none": (lambda: trainer(loss=None, step=3), "step is a int", "a function"),
     "offload": (
         lambda: mh.FSDP(offload_policy=1),

@@ -71,6 +71,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a set without a name": ({"data": lambda: mh.Data(dataset(), test={"": dataset()}, batch_size=5)}, "'' is no name"),
     "a set with a path": ({"data": lambda: mh.Data(dataset(), test={"a/b": dataset()}, batch_size=5)}, "'a/b' is no"),
+    "a set with a number": (
+        {"data": lambda: mh.Data(dataset(), validation={1: dataset()}, batch_size=5)},
+        "1 is no name",
+    ),
+    "sets to train on by number": (
+        {"data": lambda: mh.Data({0: dataset(), 1: dataset()}, batch_size=5)},
+        "the train set is a dict of 0, 1",
+    ),
     "one of several is no dataset": (
         {"data": lambda: mh.Data(dataset(), validation={"clean": dataset(), "noisy": 3}, batch_size=5)},
         "the validation/noisy set is a int",

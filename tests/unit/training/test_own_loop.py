@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -139,6 +140,7 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: run.backward(lambda batch: run.backward(loss(run), "two"), "one"), "for each micro-batch"),
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=-1.0)), "clip is -1"),
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=math.nan)), "clip is nan"),
+        (lambda run: (run.backward(loss(run), "one"), run.update("one", clip=True)), "clip is True"),
         (lambda run: run.backward(counting(run, -1), "one"), "count is -4"),
         (lambda run: run.backward(counting(run, math.nan), "one"), "count is nan"),
         (lambda run: run.backward(counting(run, "3"), "one"), "'count' is a str"),
@@ -167,6 +169,11 @@ def test_what_the_command_line_sets_is_refused_likewise(
         (lambda run: setattr(run.models["two"], "weight", nn.Parameter(torch.ones(1, 2))), "or module 'weight'"),
         (lambda run: run.models["one"].add_module("more", nn.Linear(2, 2)), "module 'more'"),
         (lambda run: run.backward(torch.ones(()), "one"), "is given a Tensor as loss"),
+        (lambda run: run.backward(lambda: 0, "one"), r"loss is called with \(batch\), and <lambda> takes other"),
+        (
+            lambda run: run.backward(lambda batch: batch[0], "one", over_batch=lambda rows, more: 0),
+            r"over_batch is called with \(rows\)(.|\n)*over_batch=loss",
+        ),
         (lambda run: (run.backward(loss(run), "one"), run.update("one", clip="1")), "clip is '1'"),
         (lambda run: run.backward(lambda batch: None, "one"), "run.backward was given returned a NoneType"),
         (lambda run: run.log({"a": 1.0}), "a dict comes without one"),
@@ -219,6 +226,17 @@ def test_call_of_fit_as_elsewhere_is_answered(given: dict[str, Any], words: str)
 def test_data_that_is_no_mh_data_is_answered(data: Any) -> None:
     with pytest.raises(ConfigError, match=f"data is a {type(data).__name__}"):
         made(data=data)
+
+
+def test_numbers_of_numpy_are_settings_of_a_run_without_data(tmp_path: Path) -> None:
+    run = made(data=None, virtual_workers=np.int64(2), seed=np.int64(3), run_dir=tmp_path)
+
+    def step(run: mh.Run) -> None:
+        run.backward(lambda _: loss(run)((INPUTS,)), "one")
+        run.update("one")
+
+    assert run.fit(step, "1 step").steps == 1
+    assert [run.settings.virtual_workers, run.settings.seed] == [2, 3]
 
 
 def test_verbs_outside_of_a_step_are_refused() -> None:
@@ -445,6 +463,15 @@ def test_what_a_part_keeps_changes_once_where_a_loss_looks_at_the_whole_batch(tm
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
+
+
+@pytest.mark.parametrize("count", [-1.0, math.nan])
+def test_count_that_evaluate_cannot_mean_is_refused(tmp_path: Path, count: float) -> None:
+    both = mh.Data(train=TensorDataset(INPUTS), validation=TensorDataset(INPUTS), batch_size=4)
+    run = made(data=both, evaluate=lambda models, batch: {"loss": loss(run)(batch), "count": count}, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=f"count is {count}") as refused:
+        run.validate()
+    assert refused.value.where == "mh.Run(evaluate=…)"
 
 
 def test_count_that_evaluate_gives_is_what_its_mean_is_over(tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ from manyhosts.config.settings import Settings
 from manyhosts.data import randomness
 from manyhosts.elastic.state_transfer import gather
 from manyhosts.errors import ConfigError, SnapshotError
-from manyhosts.loss.compute import OVER_BATCH, ForwardPass, check_gradient, step_values
+from manyhosts.loss.compute import OVER_BATCH, ForwardPass, check_count, check_gradient, step_values
 from manyhosts.model.buffers import BufferCopies, ParameterCopies
 from manyhosts.model.combined_optimizer import CombinedOptimizer
 from manyhosts.model.held_values import Held, HeldValues, changed_attributes
+from manyhosts.model.model_checks import check_called
 from manyhosts.model.optimizer_state import advance, without_functions
 from manyhosts.refusals import place_in_script
 from manyhosts.snapshot.flatten import flatten
@@ -454,7 +455,7 @@ class OwnStep:
     ) -> dict[str, Tensor]:
         """See `Run.backward`."""
         try:
-            _check_called(loss=loss, over_batch=over_batch)
+            _check_called(binds=self._looks > 0, loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
             self._compare_call(f"run.backward for {group.name!r}" + (" over the batch" if over_batch else ""))
             if self._looks and group.name not in self.pending:
@@ -526,12 +527,7 @@ class OwnStep:
         if "count" not in values:
             return values
         total = values.pop("count").item()
-        if not 0 <= total < math.inf:
-            raise ConfigError(
-                f"count is {total} over the batch, and says how many there are of what the loss is a mean over",
-                where="run.backward",
-                fix="give one number with each loss, 0 or more",
-            )
+        check_count(total, "run.backward")
         self.counts.add(total)
         gradients = group.gradients()
         if not total:
@@ -706,7 +702,8 @@ class OwnStep:
                 where="run.update",
                 fix="give it all of them in mh.Run(optimizers=…), and freeze those of later: requires_grad_(False)",
             )
-        if clip is not None and not (isinstance(clip, Real | Tensor) and float(clip) > 0):
+        is_number = isinstance(clip, Real | Tensor) and not isinstance(clip, bool)
+        if clip is not None and not (is_number and float(clip) > 0):
             raise ConfigError(
                 f"clip is {clip!r}, and a norm is above 0", where="run.update(clip=…)", fix="give a positive number"
             )
@@ -835,16 +832,20 @@ def _of_others(modules: Collection[str], iterators: Sequence[str]) -> Iterator[s
         )
 
 
-def _check_called(**functions: Any) -> None:
+def _check_called(*, binds: bool, **functions: Any) -> None:
+    """See that each function can be called; `binds`: and with one argument."""
     for name, function in functions.items():
+        call = "(loss), with def loss(batch)" if name == "loss" else "(rows, over_batch=loss), with def loss(rows)"
         if not callable(function) and (function is not None or name == "loss"):
             often = "for each micro-batch" if name == "loss" else "with the rows of all of them"
-            call = "(loss), with def loss(batch)" if name == "loss" else "(rows, over_batch=loss), with def loss(rows)"
             raise ConfigError(
                 f"run.backward is given a {type(function).__name__} as {name}, and calls it {often}",
                 where="run.backward",
                 fix=f"give the function, not what it returns: run.backward{call}",
             )
+        if binds and function is not None:
+            given = ["batch"] if name == "loss" else ["rows"]
+            check_called(name, function, given, where="run.backward", fix=f"write run.backward{call}")
 
 
 @contextmanager

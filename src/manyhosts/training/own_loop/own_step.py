@@ -612,7 +612,7 @@ class OwnStep:
 
     @torch.no_grad()
     def _rows_again(self, rows_of: LossOf, buffers: BufferCopies, part: int, audited: Sequence[Piece]) -> int:
-        """The digest of the rows of a part, computed once more; without `audited` pieces, of this worker's own."""
+        """The digest of the rows of a part, computed again; without `audited` pieces, of this worker's own."""
         assert self.auditor is not None, "only where audits were asked for"
         digest = Digest(self.auditor.checksums)
         with self.verbs.around(0), randomness.undisturbed():

@@ -344,7 +344,8 @@ class OwnStep:
         in_use = any(part.objects for part in self.parts.live.values())
         if self.world.size == 1:
             return control_flags, in_use
-        self._compare_call("the end of the step")
+        if self.run_state.step < _LOOKS:
+            self._compare_call("the end of the step")
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.
         names = 1 + (zlib.crc32(" ".join(sorted(self.logged)).encode()) >> 13) if self.logged else 0
         own = [float(in_use), names, names * names, bool(names), names * self.world.is_rank_0]
@@ -363,8 +364,8 @@ class OwnStep:
         return reported[:-5], used > 0
 
     def _compare_call(self, call: str) -> None:
-        """In the first steps of a run: see that all workers make the same `call`, or each would wait for another."""
-        if self.run_state.step < _LOOKS and self.world.size > 1:
+        """See that all workers make the same `call`, or each would wait for another. In the first steps of a run."""
+        if self.world.size > 1:
             compare_calls(self.world, call, _SAME)
 
     def _keep(self) -> None:
@@ -457,7 +458,8 @@ class OwnStep:
         try:
             _check_called(binds=self._looks > 0, loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
-            self._compare_call(f"run.backward for {group.name!r}" + (" over the batch" if over_batch else ""))
+            if self.run_state.step < _LOOKS:
+                self._compare_call(f"run.backward for {group.name!r}" + (" over the batch" if over_batch else ""))
             if self._looks and group.name not in self.pending:
                 self._refuse_lost(group)
             self.calls += 1
@@ -835,17 +837,18 @@ def _of_others(modules: Collection[str], iterators: Sequence[str]) -> Iterator[s
 def _check_called(*, binds: bool, **functions: Any) -> None:
     """See that each function can be called; `binds`: and with one argument."""
     for name, function in functions.items():
+        if (callable(function) and not binds) or (function is None and name != "loss"):
+            continue
         call = "(loss), with def loss(batch)" if name == "loss" else "(rows, over_batch=loss), with def loss(rows)"
-        if not callable(function) and (function is not None or name == "loss"):
+        if not callable(function):
             often = "for each micro-batch" if name == "loss" else "with the rows of all of them"
             raise ConfigError(
                 f"run.backward is given a {type(function).__name__} as {name}, and calls it {often}",
                 where="run.backward",
                 fix=f"give the function, not what it returns: run.backward{call}",
             )
-        if binds and function is not None:
-            given = ["batch"] if name == "loss" else ["rows"]
-            check_called(name, function, given, where="run.backward", fix=f"write run.backward{call}")
+        given = ["batch"] if name == "loss" else ["rows"]
+        check_called(name, function, given, where="run.backward", fix=f"write run.backward{call}")
 
 
 @contextmanager

@@ -33,7 +33,8 @@ def check_kinds(settings: Any, *, prefix: str = "") -> None:
         ConfigError: a value is of another kind.
     """
     for entry in fields(settings):
-        object.__setattr__(settings, entry.name, plain(getattr(settings, entry.name)))  # settings are frozen
+        if (number := plain(given := getattr(settings, entry.name))) is not given:
+            object.__setattr__(settings, entry.name, number)  # settings are frozen
     section: Any = type(settings)  # mypy does not take a class of anything for hashable
     for name, kinds in _kinds(section).items():
         value = getattr(settings, name)

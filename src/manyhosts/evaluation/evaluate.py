@@ -27,6 +27,7 @@ from manyhosts.loss.compute import (
     check_count,
     check_names,
     loss_of_pair,
+    named_terms,
     step_values,
     terms_of,
 )
@@ -176,7 +177,7 @@ class Evaluation:
                 given = rows_in(targets, len(piece))
             self.metrics.update(int(piece[0]), outputs, targets)
             terms = terms_of(values) or {}
-            values = {**values, **{f"loss/{name}": each for name, each in terms.items()}}
+            values = {**values, **named_terms(terms)}
             counted = dict.fromkeys(values, float(len(piece) if isinstance(given, Mapping) else given))
             if isinstance(given, Mapping):  # several losses, which are added when all of each is here
                 check_names(terms, given)

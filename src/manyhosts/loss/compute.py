@@ -350,17 +350,17 @@ class Terms(dict[str, Tensor]):
         """
         shares = piece.shares
         if shares is None:
-            return {**self, **_named(self.terms)}
+            return {**self, **named_terms(self.terms)}
         check_names(self.terms, shares)
         if not piece.weight:
             parts = {name: each.nan_to_num() for name, each in self.terms.items()}
         else:  # the mean over nothing is no number, and its gradient neither
             parts = {name: self.terms[name] * (share / piece.weight) for name, share in shares.items() if share}
         none = {name: torch.zeros_like(each) for name, each in self.terms.items()}
-        return {**self, **_named({**none, **parts}), "loss": torch.stack([*parts.values()]).sum()}
+        return {**self, **named_terms({**none, **parts}), "loss": torch.stack([*parts.values()]).sum()}
 
 
-def _named(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def named_terms(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Several losses by the names under which they are recorded."""
     return {f"loss/{name}": each.detach() for name, each in terms.items()}
 

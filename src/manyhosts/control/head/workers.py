@@ -95,6 +95,7 @@ class WorkerGroup:
         self.regroup = self._regroup(self._state.generation)
         self.has_begun = True
         self._left_out.clear()
+        self._never_joined.clear()
         job = self._state.job.on(self._agents.present())
         for place, number in enumerate(self._agents.present()):
             members = []

@@ -138,9 +138,8 @@ class StepReporter:
             TrainingError: a weight is NaN or infinite.
         """
         what = self._not_finite()
-        if self.training.bad_steps.drifts and self.training.components.world.any(
-            bool(what)
-        ):  # what is kept is the mean
+        world = self.training.components.world
+        if self.training.bad_steps.drifts and world.any(bool(what)):  # what is kept is the mean
             what = what or "nan in the model of another worker"
         if what:
             raise self._bad_update(what)

@@ -72,7 +72,7 @@ _FEW = 1 << 14
 _SAME_ROWS = 2e-2
 """By this share of their norm rows may differ from those computed without a graph before: in half precision, say."""
 _LOOKS = 3
-"""Steps after which plain attributes of models are looked at."""
+"""Steps after which plain attributes of models are looked at; in the first ones of a run calls are compared."""
 LossOf = Callable[[Any], Tensor | Mapping[str, Any]]
 """`loss(batch)`: the mean over the samples of a micro-batch, or a mapping with `loss`, perhaps `count`, and values."""
 
@@ -345,7 +345,7 @@ class OwnStep:
         if self.world.size == 1:
             return control_flags, in_use
         if self.run_state.step < _LOOKS:
-            self._compare_call("the end of the step")
+            compare_calls(self.world, "the end of the step", _SAME)
         # A checksum of 20 bits, so that the sum of its squares is exact; 0 of a worker that logs nothing.
         names = 1 + (zlib.crc32(" ".join(sorted(self.logged)).encode()) >> 13) if self.logged else 0
         own = [float(in_use), names, names * names, bool(names), names * self.world.is_rank_0]
@@ -362,11 +362,6 @@ class OwnStep:
                 fix="log the same names on every worker, or on rank 0 alone",
             )
         return reported[:-5], used > 0
-
-    def _compare_call(self, call: str) -> None:
-        """See that all workers make the same `call`, or each would wait for another. In the first steps of a run."""
-        if self.world.size > 1:
-            compare_calls(self.world, call, _SAME)
 
     def _keep(self) -> None:
         """Copy what the step may change by itself: the script's own values, and parameters."""
@@ -458,8 +453,9 @@ class OwnStep:
         try:
             _check_called(binds=self._looks > 0, loss=loss, over_batch=over_batch)
             group, call = self._group(into, "run.backward"), self.calls
-            if self.run_state.step < _LOOKS:
-                self._compare_call(f"run.backward for {group.name!r}" + (" over the batch" if over_batch else ""))
+            if self.run_state.step < _LOOKS and self.world.size > 1:
+                what = " over the batch" if over_batch else ""
+                compare_calls(self.world, f"run.backward for {group.name!r}{what}", _SAME)
             if self._looks and group.name not in self.pending:
                 self._refuse_lost(group)
             self.calls += 1

@@ -141,10 +141,8 @@ class SnapshotSchedule:
             with components.callbacks.evaluated(components.trained):
                 is_uncut = self.store.save_alone(self.directory.best, weights_of(components), facts)
         if is_uncut:
-            everything, equal = (
-                {**training_state_dict(components), "run": state.to_dict()},
-                components.strategy.state_dict(),
-            )
+            everything = {**training_state_dict(components), "run": state.to_dict()}
+            equal = components.strategy.state_dict()
             own = {"strategy": equal} if equal else None
             is_uncut = self.store.save_alone(self.path_of(state.step), everything, facts, own)
         self.listen()
